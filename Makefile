@@ -1,0 +1,61 @@
+# The commands of this project. `make help` lists them.
+
+PYTHON ?= python3
+EXTRAS ?= cpu,hf,dev
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Tools start other tools (ninja, pip, ranks): they must find those of the environment.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+TIERS := unit crash harness engine
+FOLDERS_unit := tests/unit tests/contracts
+FOLDERS_crash := tests/crash
+FOLDERS_harness := tests/harness
+FOLDERS_engine := tests/engine
+
+.DEFAULT_GOAL := help
+.PHONY: help setup model demo test lint format clean $(addprefix test-,$(TIERS))
+
+help:  ## List the commands
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | column -t -s @
+
+setup: $(READY)  ## Make .venv and install the package into it, editable
+
+# The compiled module is built by the editable install, so its sources count.
+$(READY): pyproject.toml scripts/setup_env.py $(wildcard setup.py csrc/*)
+	$(PYTHON) scripts/setup_env.py --venv $(VENV) --extras $(EXTRAS)
+	@touch $@
+
+model: $(READY)  ## Prepare SmolLM2-135M-Instruct in the user's cache
+	@$(BIN)/python scripts/prepare_smollm2.py
+
+demo: model  ## Run examples/quickstart.py on a two-stage engine
+	$(BIN)/python examples/quickstart.py
+
+# Cheapest first, one after the other; the first that fails ends it.
+test: model  ## Run lint and all tests, cheapest tier first
+	@$(MAKE) --no-print-directory lint
+	@for tier in $(TIERS); do $(MAKE) --no-print-directory test-$$tier || exit 1; done
+	@echo "== all tiers passed"
+
+$(addprefix test-,$(TIERS)): test-%: $(READY)
+	@bash scripts/run_tier.sh $* "$(FOLDERS_$*)" $(PYTEST_ARGS)
+
+lint: $(READY)  ## Check style, types, import direction and spelling
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell
+
+format: $(READY)  ## Let ruff repair what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Remove .venv and everything built; the user's cache stays
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -f nnsight_pp/*.so
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,89 @@
+"""Read and change what a model computes, on a model sharded over pipeline stages.
+
+`NNsight` wraps a torch module of this process; `VLLM` a vLLM engine. Engines load when they are
+first named, so importing this package imports neither vllm nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from nnsight_pp.core.saved import save
+from nnsight_pp.envoys.envoy import Envoy
+from nnsight_pp.errors import (
+    BlockError,
+    BlockShapeError,
+    ConfigurationError,
+    EarlyStopException,
+    EngineDiedError,
+    EngineError,
+    ExtensionBuildError,
+    InternalError,
+    MachineError,
+    NNsightError,
+    NotServedError,
+    NotSupportedError,
+    OutOfOrderError,
+    OutsideTraceError,
+    ParkRefusedError,
+    PullTimeoutError,
+    RankDivergenceError,
+    RowsError,
+    SaveOutsideTraceError,
+    UnknownLocationError,
+    ValueUnavailableError,
+    WithBlockNotFoundError,
+)
+from nnsight_pp.parallel.lazy import LazyRemoteTensor
+from nnsight_pp.trace.mount import mount_save
+
+if TYPE_CHECKING:
+    from nnsight_pp.engines.local import NNsight
+    from nnsight_pp.engines.vllm.client import VLLM
+
+__version__ = "0.1.0"
+
+_ENGINES = {
+    "NNsight": "nnsight_pp.engines.local",
+    "VLLM": "nnsight_pp.engines.vllm.client",
+}
+
+__all__ = [
+    "VLLM",
+    "BlockError",
+    "BlockShapeError",
+    "ConfigurationError",
+    "EarlyStopException",
+    "EngineDiedError",
+    "EngineError",
+    "Envoy",
+    "ExtensionBuildError",
+    "InternalError",
+    "LazyRemoteTensor",
+    "MachineError",
+    "NNsight",
+    "NNsightError",
+    "NotServedError",
+    "NotSupportedError",
+    "OutOfOrderError",
+    "OutsideTraceError",
+    "ParkRefusedError",
+    "PullTimeoutError",
+    "RankDivergenceError",
+    "RowsError",
+    "SaveOutsideTraceError",
+    "UnknownLocationError",
+    "ValueUnavailableError",
+    "WithBlockNotFoundError",
+    "save",
+]
+
+mount_save()
+
+
+def __getattr__(name: str) -> Any:
+    module = _ENGINES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(module), name)

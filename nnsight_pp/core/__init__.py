@@ -1,0 +1,1 @@
+"""Words: plain data that the other folders speak in, and the seams between them."""

@@ -1,0 +1,72 @@
+"""What a worker parks on.
+
+Every rank runs the same block, so every rank's worker for a request makes the same asks in the
+same order. A worker counts them from 0, and an `AskKey` is the same name on every rank for the
+same thing in the user's program. It is the only name that crosses between stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from nnsight_pp.core.location import Location
+    from nnsight_pp.core.protocols import Pending
+
+
+class AskKey(NamedTuple):
+    """Names one ask of one request, alike on every rank."""
+
+    request: str
+    number: int
+
+
+@dataclass(slots=True)
+class Read:
+    """Parked until a visit of ``location``; answered with its value."""
+
+    number: int
+    location: Location
+    visit: int
+
+    def __str__(self) -> str:
+        return f"Read {self.location}#{self.visit}"
+
+
+@dataclass(slots=True)
+class Write:
+    """Parked until a visit of ``location``, which ``value`` then replaces."""
+
+    number: int
+    location: Location
+    visit: int
+    value: Any  # whatever the block assigned
+
+    def __str__(self) -> str:
+        return f"Write {self.location}#{self.visit}"
+
+
+@dataclass(slots=True)
+class Step:
+    """Parked on the step gate: until this rank has opened ``step`` for the request."""
+
+    step: int
+
+    def __str__(self) -> str:
+        return f"Step {self.step}"
+
+
+@dataclass(slots=True)
+class Pull:
+    """Parked on the value of a later stage; picked up at the next pipeline-safe point."""
+
+    location: Location
+    step: int
+    pending: Pending
+
+    def __str__(self) -> str:
+        return f"Pull {self.location}#{self.step}"
+
+
+Ask = Read | Write | Step | Pull

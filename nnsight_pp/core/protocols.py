@@ -1,0 +1,123 @@
+"""The seams: what an interleaver is handed by an engine.
+
+`interleave`, `parallel` and `wire` do not know each other. An engine builds one of each of these
+and hands them to the `Interleaver` in one visible constructor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nnsight_pp.core.ask import AskKey
+    from nnsight_pp.core.location import Location
+
+
+class RemoteValue:
+    """Base of what stands for another stage's value in a block.
+
+    Declared here so that reports can tell a value that another rank ships from one that this
+    rank ships, without knowing how lazy values work.
+    """
+
+    __slots__ = ()
+
+    def _real_value(self) -> Any:  # any served value
+        """Return the value itself, pulling it when it is not here yet."""
+        raise NotImplementedError
+
+
+class Pending(Protocol):
+    """An answer that is on its way."""
+
+    def wait(self) -> Any:  # any served value
+        """Return the value.
+
+        Blocks the thread, never longer than the link's bound.
+
+        Raises:
+            OutOfOrderError: The owner closed the step without serving the value.
+            ValueUnavailableError: The owner cannot send it, or its worker raised.
+            RankDivergenceError: The owner's worker asked for something else under this number.
+            PullTimeoutError: The bound ran out.
+        """
+        ...
+
+
+class Link(Protocol):
+    """Publish what this rank answered; pull what another stage answered."""
+
+    def publish(self, key: AskKey, location: Location, value: Any) -> None:
+        """Make the answered ask ``key`` available. ``value`` is kept, so hand over a copy."""
+        ...
+
+    def close(self, request: str, step: int) -> None:
+        """Say that no ask of ``request`` up to ``step`` will be served here any more."""
+        ...
+
+    def fail(self, request: str, text: str) -> None:
+        """Say that the worker of ``request`` raised, and will answer nothing more."""
+        ...
+
+    def pull(
+        self, key: AskKey, owner: int, location: Location, step: int, picks: Sequence[Any]
+    ) -> Pending:
+        """Ask stage ``owner`` for its answer to ``key``; return at once."""
+        ...
+
+    def release(self, request: str) -> None:
+        """Say that this rank needs nothing more of ``request`` and answers nothing new."""
+        ...
+
+
+class Owners(Protocol):
+    """Which stage computes a location."""
+
+    def owner_of(self, location: Location) -> int | None:
+        """Return the stage, or None for a location that every rank serves itself.
+
+        Raises:
+            UnknownLocationError: No module of the model has this path.
+            NotServedError: The engine never computes this location.
+        """
+        ...
+
+
+class Cut(Protocol):
+    """How one request's worker sees a value that the model computes for a whole batch."""
+
+    def give(self, value: Any) -> Any:
+        """Return what the worker is given of ``value``."""
+        ...
+
+    def marks(self, served: Any) -> Any:
+        """Return a record of ``served`` from which `put` can tell later edits."""
+        ...
+
+    def check(self, value: Any, assigned: Any) -> None:
+        """Raise `RowsError` where ``assigned`` cannot replace this request's share of ``value``."""
+        ...
+
+    def put(self, value: Any, served: Any, marks: Any, *, assigned: bool) -> Any:
+        """Return the value that the model continues with, the worker's edits in it."""
+        ...
+
+
+class Switch(Protocol):
+    """Exchange of the thread-local state around every greenlet switch."""
+
+    may_park_in_torch: bool
+
+    def new_slot(self, grad_enabled: bool) -> Any:
+        """Return a place for one worker's thread-local state."""
+        ...
+
+    def switch(self, slot: Any, greenlet: Any, args: tuple[Any, ...]) -> Any:
+        """Switch to ``greenlet`` and come back when it parks or ends."""
+        ...
+
+    def throw(self, slot: Any, greenlet: Any, exception: BaseException) -> Any:
+        """Raise ``exception`` where ``greenlet`` is parked; come back likewise."""
+        ...

@@ -1,0 +1,59 @@
+"""What a rank says of a finished request, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Stands in a report for a value that another stage ships."""
+
+    owner: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception of a block, in a form that crosses processes.
+
+    Attributes:
+        name: The class name.
+        text: The message.
+        pickled: The exception itself, or None where it cannot be pickled.
+        frames: File, line and function of each of the user's frames, outermost first.
+        stage: Where it was raised.
+        asked: How many asks the worker had made: the smallest is the first failure.
+        is_echo: Whether it only repeats that another stage failed.
+    """
+
+    name: str
+    text: str
+    pickled: bytes | None
+    frames: tuple[tuple[str, int, str], ...]
+    stage: int
+    asked: int
+    is_echo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One stage's account of one request.
+
+    Attributes:
+        request: The request's name on the ranks.
+        stage: The reporting stage.
+        saved: The saved names, their remote leaves replaced by `Elsewhere`.
+        grown: Lists and dicts from around the block that it changed, likewise.
+        failure: Why the block ended early, or None.
+        warnings: Texts for the user.
+        statistics: What the link moved for this request, by owner stage.
+    """
+
+    request: str
+    stage: int
+    saved: dict[str, Any] = field(default_factory=dict)
+    grown: dict[str, Any] = field(default_factory=dict)
+    failure: Failure | None = None
+    warnings: tuple[str, ...] = ()
+    statistics: dict[str, Any] = field(default_factory=dict)

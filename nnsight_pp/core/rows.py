@@ -1,0 +1,213 @@
+"""A request's share of a value that the model computes for a whole batch.
+
+Three cuts: `WholeCut` gives the live object itself (one prompt in this process); `BatchCut` gives
+views of a request's rows (several prompts in this process, in the autograd graph); `TokenCut`
+gives copies of a request's rows of an engine's flat token batch.
+
+Why an engine gives copies: its kernels overwrite activations in place, and a worker outside
+inference mode cannot edit an inference tensor. A copy made outside inference mode counts its
+edits in ``_version``, so an edited copy can be told from an untouched one and is written back
+only then.
+
+Letters: T tokens of the step's batch, R rows of this request, B batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from nnsight_pp.core.tree import leaves, map_leaves
+from nnsight_pp.errors import RowsError, explain
+
+
+class Rows(NamedTuple):
+    """Which rows of a batch of ``total`` rows belong to one request."""
+
+    start: int
+    count: int
+    total: int
+
+
+class WholeCut:
+    """The live object, untouched: edits in place land by themselves."""
+
+    __slots__ = ()
+
+    def give(self, value: Any) -> Any:
+        """Return ``value`` itself."""
+        return value
+
+    def marks(self, served: Any) -> None:
+        """Nothing to remember."""
+
+    def check(self, value: Any, assigned: Any) -> None:
+        """Accept everything, as plain torch does."""
+
+    def put(self, value: Any, served: Any, marks: Any, *, assigned: bool) -> Any:
+        """Return what the worker assigned, or the value as it is."""
+        return served if assigned else value
+
+
+class BatchCut:
+    """Views of a request's rows where the leading size is exactly the batch's."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def _is_batched(self, leaf: Any) -> bool:
+        return (
+            isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.rows.total
+        )
+
+    def give(self, value: Any) -> Any:
+        """Return ``value`` with every batched tensor ``[B, ...]`` narrowed to ``[R, ...]``."""
+        start, count, _ = self.rows
+        return map_leaves(
+            value, lambda leaf: leaf.narrow(0, start, count) if self._is_batched(leaf) else leaf
+        )
+
+    def marks(self, served: Any) -> list[Any]:
+        """Return the leaves, kept alive, so that a replaced one is seen by identity."""
+        return list(leaves(served))
+
+    def check(self, value: Any, assigned: Any) -> None:
+        """Raise `RowsError` where an assigned tensor has another number of rows."""
+        live, new = list(leaves(value)), list(leaves(assigned))
+        if len(live) != len(new):
+            _refuse(f"{len(new)} values were assigned where the model has {len(live)}")
+        for old, leaf in zip(live, new, strict=True):
+            if not self._is_batched(old):
+                continue
+            rows = leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.dim() else 0
+            if rows != self.rows.count:
+                _refuse(f"{rows} rows were assigned, and this prompt has {self.rows.count}")
+
+    def put(self, value: Any, served: Any, marks: list[Any], *, assigned: bool) -> Any:
+        """Splice what was replaced into the batch; edits in place landed through the views."""
+        new = list(leaves(served))
+        if not assigned:
+            if len(new) == len(marks) and all(a is b for a, b in zip(new, marks, strict=True)):
+                return value
+            self.check(value, served)
+        fresh = iter(new)
+        return map_leaves(value, lambda leaf: self._splice(leaf, next(fresh)))
+
+    def _splice(self, live: Any, new: Any) -> Any:
+        if not self._is_batched(live):
+            return new
+        start, count, total = self.rows
+        after = live.narrow(0, start + count, total - start - count)
+        return torch.cat([live.narrow(0, 0, start), new, after])
+
+
+class TokenCut:
+    """Copies of a request's rows of the flat token batch, written back when edited."""
+
+    __slots__ = ("rows",)
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+
+    def _is_rows(self, leaf: torch.Tensor) -> bool:
+        return leaf.dim() > 0 and leaf.shape[0] == self.rows.total
+
+    def give(self, value: Any) -> Any:
+        """Return ``value`` with every tensor copied, ``[T, ...]`` as ``[R, ...]``.
+
+        Cost: one copy of the rows.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            return map_leaves(value, self._copy)
+
+    def _copy(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if self._is_rows(leaf):
+            leaf = leaf.narrow(0, self.rows.start, self.rows.count)
+        return leaf.detach().clone()
+
+    def marks(self, served: Any) -> list[tuple[Any, int]]:
+        """Return each leaf with its version, to tell edited and replaced ones later."""
+        return [
+            (leaf, leaf._version if isinstance(leaf, torch.Tensor) else 0)
+            for leaf in leaves(served)
+        ]
+
+    def check(self, value: Any, assigned: Any) -> None:
+        """Raise `RowsError` where an assigned leaf does not fit this request's rows."""
+        live, new = list(leaves(value)), list(leaves(assigned))
+        if len(live) != len(new):
+            _refuse(f"{len(new)} values were assigned where the model has {len(live)}")
+        for old, leaf in zip(live, new, strict=True):
+            if isinstance(old, torch.Tensor):
+                self._check_leaf(old, leaf)
+            elif old is not leaf and old != leaf:
+                _refuse(f"{leaf!r} was assigned where the model has {old!r}")
+
+    def _check_leaf(self, old: torch.Tensor, leaf: Any) -> None:
+        if not isinstance(leaf, torch.Tensor):
+            _refuse(f"a {type(leaf).__name__} was assigned where the model has a tensor")
+        wanted = list(old.shape)
+        if self._is_rows(old):
+            wanted[0] = self.rows.count
+        if list(leaf.shape) != wanted:
+            _refuse(f"shape {list(leaf.shape)} was assigned, and this request has {wanted}")
+
+    def put(
+        self, value: Any, served: Any, marks: list[tuple[Any, int]], *, assigned: bool
+    ) -> Any:
+        """Write edited copies back into the live rows; give replaced leaves fresh tensors.
+
+        An edit in place also lands where the live tensor is shared, as it does in plain torch;
+        an assignment does not, so it never touches the live tensor itself.
+        """
+        new = list(leaves(served))
+        if assigned:
+            known: list[tuple[Any, int]] = [(None, 0)] * len(new)
+        else:
+            known = marks
+            if all(
+                leaf is old and not (isinstance(leaf, torch.Tensor) and leaf._version != version)
+                for leaf, (old, version) in zip(new, known, strict=False)
+            ) and len(new) == len(known):
+                return value
+            self.check(value, served)
+        fresh = iter(zip(new, known, strict=True))
+        return map_leaves(value, lambda leaf: self._put_leaf(leaf, *next(fresh)))
+
+    def _put_leaf(self, live: Any, new: Any, mark: tuple[Any, int]) -> Any:
+        if not isinstance(live, torch.Tensor):
+            return live
+        if new is mark[0] and new._version == mark[1]:
+            return live
+        if not self._is_rows(live):
+            _refuse(
+                f"a tensor of shape {list(live.shape)} has no rows of its own for this request"
+            )
+        with torch.inference_mode(live.is_inference()), torch.no_grad():
+            if new is not mark[0] or _overlaps_itself(live):
+                live = live.clone()
+            live.narrow(0, self.rows.start, self.rows.count).copy_(new)
+        return live
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Tell whether two elements share memory (an expanded tensor), so that no write may land."""
+    return any(
+        stride == 0 and size > 1
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def _refuse(what: str) -> None:
+    raise RowsError(
+        explain(
+            what.capitalize() + ".",
+            why="A block may write only the rows of its own request, in the shape it reads them.",
+            todo="Assign a value of the shape that a read of the same location gives.",
+        )
+    )

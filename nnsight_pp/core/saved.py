@@ -1,0 +1,58 @@
+"""Which objects of a block leave it.
+
+`save(x)` marks an object by identity, in the trace that is active where the call runs. At the end
+of the trace only names bound to a marked object are written into the caller's frame.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+from nnsight_pp.errors import SaveOutsideTraceError, explain
+
+T = TypeVar("T")
+
+
+class SavedSet:
+    """The marked objects of one trace, or of one worker on one rank.
+
+    Invariant: every marked object is kept alive, so that its id stays its own.
+    """
+
+    __slots__ = ("_kept",)
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Any] = {}
+
+    def mark(self, value: Any) -> None:
+        """Mark ``value`` to be returned."""
+        self._kept[id(value)] = value
+
+    def __contains__(self, value: Any) -> bool:
+        return id(value) in self._kept
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+
+active_saves: ContextVar[SavedSet | None] = ContextVar("nnsight_pp_saves", default=None)
+
+
+def save(value: T) -> T:
+    """Mark ``value`` to be returned from the outermost trace, and return it unchanged.
+
+    Raises:
+        SaveOutsideTraceError: No trace is active here.
+    """
+    saves = active_saves.get()
+    if saves is None:
+        raise SaveOutsideTraceError(
+            explain(
+                "`save` was called outside a trace.",
+                why="Only what a block holds can be returned from it.",
+                todo="Call it inside a `with model.trace(...):` block.",
+            )
+        )
+    saves.mark(value)
+    return value

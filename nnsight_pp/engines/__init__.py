@@ -1,0 +1,1 @@
+"""Engines: where blocks meet a model."""

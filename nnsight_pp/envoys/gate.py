@@ -1,0 +1,30 @@
+"""The one switch between a model's serve points and whoever serves.
+
+A serve point's whole cost while nobody looks is one test of `Gate.serve`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nnsight_pp.core.location import Location
+
+
+@final
+class Gate:
+    """Shared by all serve points of one tree.
+
+    Attributes:
+        serve: Takes a location and its value, returns the value that the model goes on with.
+            None while no run is on.
+        running: Paths of the modules that run now, for those that hold a shared module.
+    """
+
+    __slots__ = ("running", "serve")
+
+    def __init__(self) -> None:
+        self.serve: Callable[[Location, Any], Any] | None = None
+        self.running: list[str] = []

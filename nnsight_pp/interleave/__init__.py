@@ -1,0 +1,1 @@
+"""Turns: workers, and who runs when."""

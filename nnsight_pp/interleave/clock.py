@@ -1,0 +1,101 @@
+"""Which visit an ask means, and whether it is now.
+
+Two clocks. On an engine one forward of a request is one step, and an ask belongs to a step: a
+`StepClock` opens and closes steps, and a worker that asks ahead parks on the step gate. In this
+process one call may run a module any number of times: a `VisitClock` counts each location's own
+visits, and nothing is ever closed before the call ends.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from nnsight_pp.core.location import Location
+    from nnsight_pp.interleave.worker import Worker
+
+NEVER = -1
+
+
+@final
+class VisitClock:
+    """Counts the visits of each location since the run began."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts: dict[Location, int] = {}
+
+    def target(self, worker: Worker, location: Location) -> int:
+        """Return the visit that an ask made now means.
+
+        A loop pins the visit of its body's first ask; once a pinned visit beyond the first was
+        served, later asks of the body mean the next visit of their own location.
+        """
+        return self._counts.get(location, 0) if worker.is_relaxed else worker.step
+
+    def now(self, worker: Worker, location: Location) -> int:
+        """Return the number of the visit that is going on."""
+        return self._counts.get(location, 0)
+
+    def passed(self, location: Location) -> None:
+        """Count a visit of ``location`` that is over."""
+        self._counts[location] = self._counts.get(location, 0) + 1
+
+    def opened(self, request: str) -> int | None:
+        """Return None: there is no step gate."""
+        return None
+
+    def closed(self, request: str) -> int:
+        """Return `NEVER`: a visit may come until the call ends."""
+        return NEVER
+
+    def drop(self, request: str) -> None:
+        """Nothing is kept by request."""
+
+
+@final
+class StepClock:
+    """Knows which step of each request is open here, and which are closed."""
+
+    __slots__ = ("_closed", "_opened")
+
+    def __init__(self) -> None:
+        # Invariant: closed <= opened, and both only grow.
+        self._opened: dict[str, int] = {}
+        self._closed: dict[str, int] = {}
+
+    def target(self, worker: Worker, location: Location) -> int:
+        """Return the step that an ask made now belongs to."""
+        return worker.step
+
+    def now(self, worker: Worker, location: Location) -> int:
+        """Return the request's open step."""
+        return self._opened.get(worker.request, NEVER)
+
+    def passed(self, location: Location) -> None:
+        """Nothing to count: a step is over when it is closed."""
+
+    def open(self, request: str, step: int) -> None:
+        """Open ``step`` for ``request``."""
+        self._opened[request] = max(step, self._opened.get(request, NEVER))
+
+    def close(self, request: str, step: int) -> None:
+        """Close every step of ``request`` up to ``step``."""
+        self._closed[request] = max(step, self._closed.get(request, NEVER))
+
+    def opened(self, request: str) -> int | None:
+        """Return the last opened step of ``request``, `NEVER` before the first."""
+        return self._opened.get(request, NEVER)
+
+    def closed(self, request: str) -> int:
+        """Return the last closed step of ``request``, `NEVER` before the first."""
+        return self._closed.get(request, NEVER)
+
+    def drop(self, request: str) -> None:
+        """Forget ``request``."""
+        self._opened.pop(request, None)
+        self._closed.pop(request, None)
+
+
+Clock = VisitClock | StepClock

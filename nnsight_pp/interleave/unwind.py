@@ -1,0 +1,65 @@
+"""The end of a worker whose visit never came.
+
+A worker in a loop that outran the run is cut: its `finally` blocks run, the statements after the
+loop do not, and the user is warned. Any other worker gets `OutOfOrderError` at the line where it
+is parked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nnsight_pp.core.ask import Pull, Read, Step, Write
+from nnsight_pp.core.location import Visit
+from nnsight_pp.errors import OutOfOrderError, explain
+from nnsight_pp.interleave.worker import LoopCut
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nnsight_pp.interleave.worker import Worker
+
+# A block that catches what it is thrown may park again, at most this often.
+MOST_THROWS = 100
+
+
+def out_of_order(worker: Worker, visit: Visit, ran: str, why: str = "") -> OutOfOrderError:
+    """Return the error for a value that the model has passed, or never computes."""
+    return OutOfOrderError(
+        explain(
+            f"{visit} was asked for, but the model already ran past it or never computes it.",
+            where=worker.where(),
+            why=why or "A block must ask for values in the order in which the model computes them.",
+            todo="Move this line up, or read the value in its own `tracer.invoke(...)`.",
+            ran=f"request {worker.request} | {ran}" if ran else "",
+        )
+    )
+
+
+def loop_warning(worker: Worker, what: str) -> LoopCut:
+    """Note that ``worker``'s loop outran the run, and return what cuts it."""
+    where = worker.where()
+    line = f" at {where.filename}:{where.line}" if where else ""
+    worker.warnings.append(
+        f"A loop asked for {what}{line}, which the run never reached: it ended earlier. "
+        "What was saved until then is kept; the statements after the loop did not run."
+    )
+    return LoopCut(what)
+
+
+def unwind(worker: Worker, throw: Callable[[Worker, BaseException], None], ran: str) -> None:
+    """End ``worker``, however often its block catches what it is thrown."""
+    for _ in range(MOST_THROWS):
+        ask = worker.ask
+        if worker.has_ended or ask is None:
+            return
+        if isinstance(ask, Step):
+            throw(worker, loop_warning(worker, f"step {ask.step}"))
+        elif isinstance(ask, Pull):
+            throw(worker, out_of_order(worker, Visit(ask.location, ask.step), ran))
+        elif isinstance(ask, (Read, Write)):
+            visit = Visit(ask.location, ask.visit)
+            if worker.loop_depth and ask.visit > 0:
+                throw(worker, loop_warning(worker, str(visit)))
+            else:
+                throw(worker, out_of_order(worker, visit, ran))

@@ -1,0 +1,194 @@
+"""The greenlet that runs one block, for one request, on one rank.
+
+A worker and the model never run at the same time: the model's thread switches to the worker, and
+gets the turn back when the worker parks or ends. A worker that ended by an exception keeps it in
+`error`; nothing that a block raises ever travels through the model's frames.
+
+What a worker may ask for, and who answers, is `interleave.interleaver`.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextvars import Context, copy_context
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+from greenlet import GreenletExit, getcurrent, greenlet
+
+from nnsight_pp.core.saved import SavedSet, active_saves
+from nnsight_pp.errors import InternalError, OutsideTraceError, Where, explain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
+    from nnsight_pp.core.ask import Ask
+    from nnsight_pp.core.location import Location
+    from nnsight_pp.core.protocols import Cut
+    from nnsight_pp.interleave.interleaver import Interleaver
+    from nnsight_pp.interleave.visit import OpenVisit
+
+
+class LoopCut(GreenletExit):
+    """Thrown into a worker whose loop asks for a step that the run never makes."""
+
+
+class Memo(NamedTuple):
+    """The last value a worker asked for: asked again at once, it is the same object."""
+
+    location: Location
+    step: int
+    value: Any  # any served value
+
+
+class _WorkerGreenlet(greenlet):
+    """A greenlet that knows its worker, so that `current_worker` is one type check."""
+
+    worker: Worker
+
+
+@final
+class Worker:
+    """One block at work.
+
+    Args:
+        request: The request's name, alike on every rank.
+        run: Runs the block to its end.
+        filename: Where the block's source stands, to find the user's line in a stack.
+        slot: This worker's place for torch's thread-local state.
+        saves: Where `save` marks objects. Default: a set of the worker's own.
+        context: Context variables that the block sees. Default: those of the caller.
+    """
+
+    __slots__ = (
+        "_context",
+        "_greenlet",
+        "_run",
+        "ask",
+        "asked",
+        "cut",
+        "error",
+        "filename",
+        "has_ended",
+        "is_relaxed",
+        "loop_depth",
+        "memo",
+        "request",
+        "saves",
+        "slot",
+        "stage_mark",
+        "step",
+        "turns",
+        "visit",
+        "warnings",
+    )
+
+    def __init__(
+        self,
+        request: str,
+        run: Callable[[], None],
+        filename: str,
+        slot: Any,
+        *,
+        saves: SavedSet | None = None,
+        context: Context | None = None,
+    ) -> None:
+        self.request = request
+        self.filename = filename
+        self.slot = slot
+        self._run = run
+        self._context = copy_context() if context is None else context
+        self.saves = SavedSet() if saves is None else saves
+        self.turns: Interleaver | None = None
+        self.cut: Cut | None = None
+        # Invariant: `ask` is set exactly while the worker is parked.
+        self.ask: Ask | None = None
+        # Invariant: alike on every rank at the same line of the block.
+        self.asked = 0
+        self.step = 0
+        self.stage_mark = -1
+        self.loop_depth = 0
+        self.memo: Memo | None = None
+        # Only where a loop pins visits rather than steps (see `clock.VisitClock`).
+        self.is_relaxed = False
+        # Invariant: set only from the moment a value was served until the worker asks for
+        # something else, parks or ends.
+        self.visit: OpenVisit | None = None
+        self.error: BaseException | None = None
+        self.has_ended = False
+        self.warnings: list[str] = []
+        self._greenlet = _WorkerGreenlet(self._main)
+        self._greenlet.worker = self
+        self._greenlet.gr_context = self._context
+
+    def __repr__(self) -> str:
+        state = "ended" if self.has_ended else f"parked on {self.ask}" if self.ask else "running"
+        return f"<Worker {self.request} {state}>"
+
+    def _main(self, *_: object) -> None:
+        active_saves.set(self.saves)
+        try:
+            self._run()
+        except LoopCut:
+            pass  # the loop outran the run; `interleaver.finish` has noted the warning
+        except BaseException as error:  # noqa: BLE001 - it is the request's, never the model's
+            self.error = error
+        self.has_ended = True
+
+    @property
+    def greenlet(self) -> Any:
+        """The greenlet, with its parent set to whoever drives now."""
+        self._greenlet.parent = getcurrent()
+        return self._greenlet
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs inside this worker."""
+        return getcurrent() is self._greenlet
+
+    def hand_over(self) -> Any:
+        """Give the turn back to the driver; return what the worker is resumed with."""
+        parent = self._greenlet.parent
+        if parent is None:
+            raise InternalError(f"{self!r} parks with nobody to give the turn to")
+        return parent.switch()
+
+    def next_number(self) -> int:
+        """Return the number of the ask that is made now."""
+        number = self.asked
+        self.asked += 1
+        return number
+
+    def where(self) -> Where | None:
+        """Return the block's line at which this worker is, or None when it is not known."""
+        frame: FrameType | None = sys._getframe() if self.is_current else self._greenlet.gr_frame
+        while frame is not None and frame.f_code.co_filename != self.filename:
+            frame = frame.f_back
+        if frame is None:
+            return None
+        return Where(self.filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def running_worker() -> Worker | None:
+    """Return the worker inside which the caller runs, or None."""
+    current = getcurrent()
+    return current.worker if isinstance(current, _WorkerGreenlet) else None
+
+
+def current_worker(name: object) -> Worker:
+    """Return the worker inside which the caller runs.
+
+    Raises:
+        OutsideTraceError: There is none; ``name`` says what was touched.
+    """
+    current = getcurrent()
+    if isinstance(current, _WorkerGreenlet):
+        return current.worker
+    raise OutsideTraceError(
+        explain(
+            f"{name} was used outside of interleaving.",
+            why="Values of a model exist only while a block runs beside it.",
+            todo="Use it inside `with model.trace(...):`, or inside `tracer.invoke(...)` when the "
+            "trace has no input of its own.",
+        )
+    )

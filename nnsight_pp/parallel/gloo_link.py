@@ -1,0 +1,329 @@
+"""The link between the stages of one tensor-parallel column, over a gloo group of its own.
+
+gloo's `send` returns only when the peer has posted the matching receive, so the forward thread
+never touches gloo. For each peer there is one reader thread, which always has a receive posted and
+never sends, and one writer thread with a queue. Neither touches a worker: they resolve pending
+answers and look answers up in `Publications`.
+
+A message is one frame of fixed size with its body inside; only a body that does not fit takes a
+second message. gloo closes a pair when a timeout of its own runs out, so the group is made without
+one, and deadlines sit on `PendingAnswer`.
+
+Source: vllm 0.32.0 has its own groups; none of them is used or shared here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import struct
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+import torch.distributed as dist
+
+from nnsight_pp.core.ask import AskKey
+from nnsight_pp.parallel.pending import PendingAnswer
+from nnsight_pp.parallel.publications import Answer, Publications, Question
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from nnsight_pp.core.location import Location
+
+log = logging.getLogger(__name__)
+
+_FRAME_BYTES = 16 * 1024
+# Kind, length of the head, length of the whole body.
+_PREFIX = struct.Struct("<BIQ")
+_ASK, _ANSWER, _RELEASE, _STOP = range(4)
+_NEVER = timedelta(days=365)
+Encode = "Callable[[Any], tuple[bytes, list[torch.Tensor]]]"
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """Let threads that are started inside run on every core, not only on the caller's.
+
+    A rank may be bound to one core, and threads inherit that: they would fight the forward for it.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    own = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
+
+
+def new_group(columns: Sequence[Sequence[int]], rank: int) -> Any:
+    """Make one gloo group per tensor-parallel column; return the one that holds ``rank``.
+
+    Every rank of the world must call this with the same columns.
+    """
+    own = None
+    with all_cores():
+        for ranks in columns:
+            group = dist.new_group(list(ranks), backend="gloo", timeout=_NEVER)
+            if rank in ranks:
+                own = group
+    return own
+
+
+@dataclass(slots=True)
+class _Traffic:
+    """What crossed between this rank and one peer."""
+
+    pulls: int = 0
+    bytes_received: int = 0
+    bytes_sent: int = 0
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One other stage."""
+
+    stage: int
+    rank: int
+    outbox: queue.SimpleQueue[tuple[int, Callable[[], tuple[bytes, list[torch.Tensor]]]] | None]
+    traffic: _Traffic = field(default_factory=_Traffic)
+    threads: list[threading.Thread] = field(default_factory=list)
+    failure: str | None = None
+
+
+@final
+class GlooLink:
+    """Publish and pull over gloo.
+
+    Args:
+        stage: This rank's stage.
+        ranks: The global rank of each stage in this rank's column.
+        group: The gloo group of the column.
+        publications: This rank's answers.
+        encode: Turns a value into a header and flat pieces.
+        decode: Turns a header and a payload into the value.
+        bound_s: The longest wait for an answer.
+        most_bytes: The largest answer that is sent.
+        ran: Where this rank is, in words.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        ranks: Sequence[int],
+        group: Any,
+        publications: Publications,
+        *,
+        encode: Callable[[Any], tuple[bytes, list[torch.Tensor]]],
+        decode: Callable[[bytes, torch.Tensor], Any],
+        bound_s: float,
+        most_bytes: int,
+        ran: str,
+    ) -> None:
+        self._stage = stage
+        self._group = group
+        self._own = publications
+        self._encode = encode
+        self._decode = decode
+        self._bound_s = bound_s
+        self._most_bytes = most_bytes
+        self._ran = ran
+        self._lock = threading.Lock()
+        self._tickets = 0
+        self._pending: dict[int, tuple[int, PendingAnswer]] = {}
+        self._is_stopping = False
+        self._peers = {
+            peer: _Peer(peer, rank, queue.SimpleQueue())
+            for peer, rank in enumerate(ranks)
+            if peer != stage
+        }
+        with all_cores():
+            for peer in self._peers.values():
+                for role, target in (("reader", self._read), ("writer", self._write)):
+                    thread = threading.Thread(
+                        target=target,
+                        args=(peer,),
+                        name=f"nnsight_pp {role} of stage {peer.stage}",
+                        daemon=True,
+                    )
+                    peer.threads.append(thread)
+                    thread.start()
+
+    # -- the forward thread's side -------------------------------------------------------------
+
+    def publish(self, key: AskKey, location: Location, value: Any) -> None:
+        """See `core.protocols.Link`."""
+        self._own.publish(key, location, value)
+
+    def close(self, request: str, step: int) -> None:
+        """See `core.protocols.Link`."""
+        self._own.close(request, step)
+
+    def fail(self, request: str, text: str) -> None:
+        """See `core.protocols.Link`."""
+        self._own.fail(request, text)
+
+    def pull(
+        self, key: AskKey, owner: int, location: Location, step: int, picks: Sequence[Any]
+    ) -> PendingAnswer:
+        """See `core.protocols.Link`. Returns at once."""
+        peer = self._peers[owner]
+        pending = PendingAnswer(location, step, owner, self._bound_s, self._ran)
+        with self._lock:
+            ticket = self._tickets
+            self._tickets += 1
+            self._pending[ticket] = (owner, pending)
+            peer.traffic.pulls += 1
+            failure = peer.failure
+        if failure is not None:
+            self._resolve(ticket, Answer("error", failure))
+        else:
+            body = pickle.dumps((ticket, *key, str(location), step, tuple(picks)))
+            peer.outbox.put((_ASK, lambda: (body, [])))
+        return pending
+
+    def release(self, request: str) -> None:
+        """See `core.protocols.Link`."""
+        self._own.end(request)
+        body = request.encode()
+        for peer in self._peers.values():
+            peer.outbox.put((_RELEASE, lambda: (body, [])))
+
+    def stop(self) -> None:
+        """Tell the peers that this rank is leaving; its own threads end when they answer."""
+        self._is_stopping = True
+        for peer in self._peers.values():
+            peer.outbox.put((_STOP, lambda: (b"", [])))
+            peer.outbox.put(None)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return pending pulls, published answers, and the traffic with each stage."""
+        with self._lock:
+            traffic = {
+                peer.stage: {
+                    "pulls": peer.traffic.pulls,
+                    "bytes_received": peer.traffic.bytes_received,
+                    "bytes_sent": peer.traffic.bytes_sent,
+                }
+                for peer in self._peers.values()
+            }
+            return {"pending": len(self._pending), "traffic": traffic, **self._own.statistics()}
+
+    # -- the threads ---------------------------------------------------------------------------
+
+    def _write(self, peer: _Peer) -> None:
+        while (item := peer.outbox.get()) is not None:
+            kind, make = item
+            try:
+                self._send(peer, kind, *make())
+            except Exception as error:  # noqa: BLE001 - the peer is gone; say so to who waits
+                self._lose(peer, f"sending to stage {peer.stage} failed: {error}")
+                return
+
+    def _send(self, peer: _Peer, kind: int, head: bytes, pieces: list[torch.Tensor]) -> None:
+        length = len(head) + sum(len(piece) for piece in pieces)
+        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+        frame[: _PREFIX.size] = _as_tensor(_PREFIX.pack(kind, len(head), length))
+        fits = length <= _FRAME_BYTES - _PREFIX.size
+        body = frame[_PREFIX.size :] if fits else torch.empty(length, dtype=torch.uint8)
+        position = len(head)
+        body[:position] = _as_tensor(head)
+        for piece in pieces:
+            body[position : position + len(piece)] = piece
+            position += len(piece)
+        dist.send(frame, peer.rank, group=self._group)
+        if not fits:
+            dist.send(body, peer.rank, group=self._group)
+        peer.traffic.bytes_sent += length
+
+    def _read(self, peer: _Peer) -> None:
+        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
+        while True:
+            try:
+                dist.recv(frame, peer.rank, group=self._group)
+                kind, head_length, length = _PREFIX.unpack(_as_bytes(frame[: _PREFIX.size]))
+                if length <= _FRAME_BYTES - _PREFIX.size:
+                    body = frame[_PREFIX.size : _PREFIX.size + length].clone()
+                else:
+                    body = torch.empty(length, dtype=torch.uint8)
+                    dist.recv(body, peer.rank, group=self._group)
+            except Exception as error:  # noqa: BLE001 - the peer is gone; say so to who waits
+                if not self._is_stopping:
+                    self._lose(peer, f"receiving from stage {peer.stage} failed: {error}")
+                return
+            peer.traffic.bytes_received += length
+            if kind == _STOP:
+                self._lose(peer, f"stage {peer.stage} has stopped")
+                return
+            try:
+                self._received(peer, kind, _as_bytes(body[:head_length]), body[head_length:])
+            except Exception:
+                log.exception("a malformed message from stage %d was dropped", peer.stage)
+
+    def _received(self, peer: _Peer, kind: int, head: bytes, payload: torch.Tensor) -> None:
+        if kind == _RELEASE:
+            self._own.released(head.decode(), peer.stage)
+        elif kind == _ASK:
+            ticket, request, number, location, step, picks = pickle.loads(head)
+            question = Question(AskKey(request, number), location, step, picks)
+            self._own.ask(question, lambda answer: self._reply(peer, ticket, answer))
+        elif kind == _ANSWER:
+            ticket, what, text, header = pickle.loads(head)
+            if what == "value":
+                try:
+                    answer = Answer(what, self._decode(header, payload))
+                except Exception as error:  # noqa: BLE001 - raised at the line that waits
+                    answer = Answer("error", f"{type(error).__name__}: {error}")
+            else:
+                answer = Answer(what, text)
+            self._resolve(ticket, answer)
+        else:
+            raise ValueError(f"unknown kind {kind}")
+
+    def _reply(self, peer: _Peer, ticket: int, answer: Answer) -> None:
+        peer.outbox.put((_ANSWER, lambda: self._encoded(ticket, answer)))
+
+    def _encoded(self, ticket: int, answer: Answer) -> tuple[bytes, list[torch.Tensor]]:
+        if answer.kind != "value":
+            return pickle.dumps((ticket, answer.kind, answer.value, b"")), []
+        try:
+            header, pieces = self._encode(answer.value)
+        except Exception as error:  # noqa: BLE001 - raised at the line that waits
+            text = f"it cannot be pickled ({type(error).__name__}: {error})"
+            return pickle.dumps((ticket, "error", text, b"")), []
+        size = len(header) + sum(len(piece) for piece in pieces)
+        if size > self._most_bytes:
+            text = f"it has {size} bytes, above the limit of {self._most_bytes}"
+            return pickle.dumps((ticket, "error", text, b"")), []
+        return pickle.dumps((ticket, "value", "", header)), pieces
+
+    def _resolve(self, ticket: int, answer: Answer) -> None:
+        with self._lock:
+            _, pending = self._pending.pop(ticket)
+        pending.resolve(answer)
+
+    def _lose(self, peer: _Peer, text: str) -> None:
+        """Answer everybody who waits for ``peer``: it will not."""
+        with self._lock:
+            peer.failure = text
+            lost = [ticket for ticket, (owner, _) in self._pending.items() if owner == peer.stage]
+        for ticket in lost:
+            self._resolve(ticket, Answer("error", text))
+
+
+def _as_tensor(data: bytes) -> torch.Tensor:
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _as_bytes(data: torch.Tensor) -> bytes:
+    return data.numpy().tobytes()

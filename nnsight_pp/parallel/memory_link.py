@@ -1,0 +1,123 @@
+"""A link between stages of one process: what tests use in place of a network.
+
+It keeps the threads of the real one (an answer arrives on another thread, after a delay) and its
+isolation (values cross as bytes).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING, Any, final
+
+from nnsight_pp.parallel.pending import PendingAnswer
+from nnsight_pp.parallel.publications import Answer, Publications, Question
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nnsight_pp.core.ask import AskKey
+    from nnsight_pp.core.location import Location
+
+
+@final
+class MemoryFabric:
+    """The wires between the stages of one process.
+
+    Args:
+        num_stages: How many stages there are.
+        pick: Applies index steps to a value.
+        copy: Copies a value as a trip over a network would.
+        delay_s: Called for each message; returns how long it takes.
+    """
+
+    def __init__(
+        self,
+        num_stages: int,
+        pick: Callable[[Any, Sequence[Any]], Any],
+        copy: Callable[[Any], Any],
+        delay_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        stages = range(num_stages)
+        self.publications = [
+            Publications([peer for peer in stages if peer != stage], pick) for stage in stages
+        ]
+        self.copy = copy
+        self._delay_s = delay_s
+        self._queues: list[queue.Queue[Callable[[], None] | None]] = [
+            queue.Queue() for _ in stages
+        ]
+        self._threads = [
+            threading.Thread(target=self._run, args=(lane,), daemon=True) for lane in self._queues
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def post(self, stage: int, action: Callable[[], None]) -> None:
+        """Run ``action`` on the wire that leads to ``stage``, after a delay."""
+        self._queues[stage].put(action)
+
+    def _run(self, lane: queue.Queue[Callable[[], None] | None]) -> None:
+        while (action := lane.get()) is not None:
+            delay = self._delay_s()
+            if delay > 0:
+                time.sleep(delay)
+            action()
+
+    def close(self) -> None:
+        """Stop the wires."""
+        for lane in self._queues:
+            lane.put(None)
+        for thread in self._threads:
+            thread.join(10)
+
+
+@final
+class MemoryLink:
+    """One stage's end of a `MemoryFabric`."""
+
+    def __init__(self, fabric: MemoryFabric, stage: int, bound_s: float = 30.0) -> None:
+        self._fabric = fabric
+        self._stage = stage
+        self._bound_s = bound_s
+        self._own = fabric.publications[stage]
+        self.num_pulls = 0
+
+    def publish(self, key: AskKey, location: Location, value: Any) -> None:
+        """See `core.protocols.Link`."""
+        self._own.publish(key, location, value)
+
+    def close(self, request: str, step: int) -> None:
+        """See `core.protocols.Link`."""
+        self._own.close(request, step)
+
+    def fail(self, request: str, text: str) -> None:
+        """See `core.protocols.Link`."""
+        self._own.fail(request, text)
+
+    def pull(
+        self, key: AskKey, owner: int, location: Location, step: int, picks: Sequence[Any]
+    ) -> PendingAnswer:
+        """See `core.protocols.Link`."""
+        self.num_pulls += 1
+        ran = f"stage {self._stage}"
+        pending = PendingAnswer(location, step, owner, self._bound_s, ran)
+        question = Question(key, str(location), step, tuple(picks))
+
+        def reply(answer: Answer) -> None:
+            value = self._fabric.copy(answer.value)
+            self._fabric.post(self._stage, lambda: pending.resolve(Answer(answer.kind, value)))
+
+        table = self._fabric.publications[owner]
+        self._fabric.post(owner, lambda: table.ask(question, reply))
+        return pending
+
+    def release(self, request: str) -> None:
+        """See `core.protocols.Link`."""
+        self._own.end(request)
+        for peer, table in enumerate(self._fabric.publications):
+            if peer != self._stage:
+                self._fabric.post(
+                    peer, lambda table=table: table.released(request, self._stage)
+                )

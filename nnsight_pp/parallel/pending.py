@@ -1,0 +1,109 @@
+"""An answer on its way: what a pull returns, on every kind of link."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any, final
+
+from nnsight_pp.core.location import Location, Visit
+from nnsight_pp.errors import (
+    InternalError,
+    OutOfOrderError,
+    PullTimeoutError,
+    RankDivergenceError,
+    ValueUnavailableError,
+    explain,
+)
+
+if TYPE_CHECKING:
+    from nnsight_pp.parallel.publications import Answer
+
+
+@final
+class PendingAnswer:
+    """Resolved once by a link's thread, waited for by the forward thread.
+
+    Args:
+        location: What was asked for.
+        step: In which step.
+        owner: The stage that answers.
+        bound_s: The longest wait, in seconds.
+        ran: Where this rank is, in words.
+    """
+
+    __slots__ = ("_answer", "_bound_s", "_done", "_location", "_owner", "_ran", "_step", "waited_s")
+
+    def __init__(
+        self, location: Location, step: int, owner: int, bound_s: float, ran: str
+    ) -> None:
+        self._location = location
+        self._step = step
+        self._owner = owner
+        self._bound_s = bound_s
+        self._ran = ran
+        self._done = threading.Event()
+        self._answer: Answer | None = None
+        self.waited_s = 0.0
+
+    def resolve(self, answer: Answer) -> None:
+        """Give the answer. Called once, from any thread."""
+        self._answer = answer
+        self._done.set()
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether the answer is here."""
+        return self._done.is_set()
+
+    def wait(self) -> Any:
+        """Return the value, or raise what the owner answered. See `protocols.Pending`."""
+        start = time.perf_counter()
+        arrived = self._done.wait(self._bound_s)
+        self.waited_s += time.perf_counter() - start
+        visit = Visit(self._location, self._step)
+        if not arrived:
+            raise PullTimeoutError(
+                explain(
+                    f"Stage {self._owner} did not answer for {visit} within {self._bound_s:g} s.",
+                    why="A stage waits only for answers that exist already, so the other stage is "
+                    "stuck or gone.",
+                    todo="Look at its log; NNSIGHT_PP_PULL_TIMEOUT_S sets the bound.",
+                    ran=self._ran,
+                )
+            )
+        answer = self._answer
+        assert answer is not None
+        if answer.kind == "value":
+            return answer.value
+        if answer.kind == "closed":
+            raise OutOfOrderError(
+                explain(
+                    f"{visit} was asked for, but the model already ran past it or never computes "
+                    "it.",
+                    why=f"Stage {self._owner}, which owns it, closed the step without serving it: "
+                    "its copy of the block asked for it too late.",
+                    todo="Ask for values in the order in which the model computes them.",
+                    ran=self._ran,
+                )
+            )
+        if answer.kind == "diverged":
+            raise RankDivergenceError(
+                explain(
+                    f"Stage {self._owner} asked for {answer.value} where this rank asked for "
+                    f"{visit}.",
+                    why="Every rank runs the same block and must take the same branches.",
+                    todo="Make the block independent of time, process ids, and set order.",
+                    ran=self._ran,
+                )
+            )
+        if answer.kind == "error":
+            raise ValueUnavailableError(
+                explain(
+                    f"Stage {self._owner} cannot send {visit}: {answer.value}",
+                    why="A value of another stage is sent only when a line needs it.",
+                    todo="Read the part that you need (an index, a tensor) instead.",
+                    ran=self._ran,
+                )
+            )
+        raise InternalError(f"unknown answer {answer.kind!r} for {visit}")

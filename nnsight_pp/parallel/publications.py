@@ -1,0 +1,195 @@
+"""What this rank has answered, and which other stages wait for what it has not answered yet.
+
+The forward thread publishes, closes and fails; the link's threads look up. A look-up has one of
+four answers: the value; *closed* (the step is over here and the value was not served in it);
+*error* (the worker raised, or the request is gone); or none yet, and then the reply is kept and
+given when one of the three comes. Nothing here ever waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nnsight_pp.core.ask import AskKey
+    from nnsight_pp.core.location import Location
+
+# How many ended requests are remembered, so that a late question gets an answer.
+_REMEMBERED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One pull, as it arrives at the owner."""
+
+    key: AskKey
+    location: str
+    step: int
+    picks: Sequence[Any] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the owner says: `kind` is "value", "closed", "error" or "diverged"."""
+
+    kind: str
+    value: Any = None  # any served value, or a text
+
+
+Reply = "Callable[[Answer], None]"
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """One request's answers on this rank."""
+
+    values: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    # By ask number: who waits for an answer.
+    waiting: dict[int, list[tuple[Question, Callable[[Answer], None]]]] = field(
+        default_factory=dict
+    )
+    closed: int = -1
+    failure: str | None = None
+    is_over: bool = False
+    released: set[int] = field(default_factory=set)
+
+
+@final
+class Publications:
+    """One rank's answers, by request and ask number.
+
+    Args:
+        peers: The other stages. A request's answers are dropped when it is over here and each of
+            them has released it.
+        pick: Applies a question's index steps to a value.
+    """
+
+    def __init__(self, peers: Sequence[int], pick: Callable[[Any, Sequence[Any]], Any]) -> None:
+        self._peers = frozenset(peers)
+        self._pick = pick
+        self._lock = threading.Lock()
+        self._shelves: dict[str, _Shelf] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+
+    def publish(self, key: AskKey, location: Location, value: Any) -> None:
+        """Answer ``key``, and everybody who waits for it."""
+        name = str(location)
+        with self._lock:
+            shelf = self._shelf(key.request)
+            shelf.values[key.number] = (name, value)
+            waiting = shelf.waiting.pop(key.number, ())
+        for question, reply in waiting:
+            reply(self._answer(question, name, value))
+
+    def close(self, request: str, step: int) -> None:
+        """Answer "closed" to everybody who waits for a value of a step up to ``step``."""
+        with self._lock:
+            shelf = self._shelf(request)
+            shelf.closed = max(shelf.closed, step)
+            late = self._take(shelf, lambda question: question.step <= step)
+        for _, reply in late:
+            reply(Answer("closed"))
+
+    def fail(self, request: str, text: str) -> None:
+        """Answer an error to everybody who waits, and to later questions without a value."""
+        with self._lock:
+            shelf = self._shelf(request)
+            shelf.failure = text
+            late = self._take(shelf, lambda _: True)
+        for _, reply in late:
+            reply(Answer("error", text))
+
+    def ask(self, question: Question, reply: Callable[[Answer], None]) -> None:
+        """Give ``reply`` the answer, now or when there is one. ``reply`` must not block."""
+        request, number = question.key
+        with self._lock:
+            if request in self._ended:
+                answer: Answer | None = Answer("error", "the request is over on the owning stage")
+            else:
+                shelf = self._shelf(request)
+                answer = self._known(shelf, question)
+                if answer is None and number not in shelf.values:
+                    shelf.waiting.setdefault(number, []).append((question, reply))
+                    return
+                found = shelf.values.get(number)
+        if answer is None:
+            assert found is not None
+            answer = self._answer(question, *found)
+        reply(answer)
+
+    def _known(self, shelf: _Shelf, question: Question) -> Answer | None:
+        if question.key.number in shelf.values:
+            return None
+        if shelf.failure is not None:
+            return Answer("error", shelf.failure)
+        if question.step <= shelf.closed:
+            return Answer("closed")
+        if shelf.is_over:
+            return Answer("error", "the request is over on the owning stage")
+        return None
+
+    def _answer(self, question: Question, location: str, value: Any) -> Answer:
+        if location != question.location:
+            return Answer("diverged", location)
+        try:
+            return Answer("value", self._pick(value, question.picks))
+        except Exception as error:  # noqa: BLE001 - it is the asking block's error
+            return Answer("error", f"{type(error).__name__}: {error}")
+
+    def end(self, request: str) -> None:
+        """Say that the request is over here: what was not answered yet never will be."""
+        with self._lock:
+            shelf = self._shelf(request)
+            shelf.is_over = True
+            late = self._take(shelf, lambda _: True)
+            self._drop_if_done(request, shelf)
+        for _, reply in late:
+            reply(Answer("error", "the request is over on the owning stage"))
+
+    def released(self, request: str, peer: int) -> None:
+        """Note that stage ``peer`` needs nothing more of ``request``."""
+        with self._lock:
+            if request not in self._ended:
+                shelf = self._shelf(request)
+                shelf.released.add(peer)
+                self._drop_if_done(request, shelf)
+
+    def statistics(self) -> dict[str, int]:
+        """Return how many answers are kept and how many questions wait."""
+        with self._lock:
+            shelves = list(self._shelves.values())
+            return {
+                "published": sum(len(shelf.values) for shelf in shelves),
+                "shelves": len(shelves),
+                "waiting": sum(len(asks) for shelf in shelves for asks in shelf.waiting.values()),
+            }
+
+    def _shelf(self, request: str) -> _Shelf:
+        return self._shelves.setdefault(request, _Shelf())
+
+    def _drop_if_done(self, request: str, shelf: _Shelf) -> None:
+        if shelf.is_over and shelf.released >= self._peers:
+            del self._shelves[request]
+            self._ended[request] = None
+            if len(self._ended) > _REMEMBERED:
+                self._ended.popitem(last=False)
+
+    @staticmethod
+    def _take(
+        shelf: _Shelf, is_late: Callable[[Question], bool]
+    ) -> list[tuple[Question, Callable[[Answer], None]]]:
+        late = []
+        for number in list(shelf.waiting):
+            kept = []
+            for waiting in shelf.waiting[number]:
+                (late if is_late(waiting[0]) else kept).append(waiting)
+            if kept:
+                shelf.waiting[number] = kept
+            else:
+                del shelf.waiting[number]
+        return late

@@ -1,0 +1,1 @@
+"""Bytes: how blocks, values and reports travel between processes."""

@@ -1,0 +1,112 @@
+"""Blocks on their way to the ranks.
+
+A block travels as source text with the objects that its names stand for. What exists on both sides
+under a name (the model, its modules, the tracer) travels as that name. Functions and classes of
+the user's own files travel by value, since the ranks do not run the user's main module and must
+not import a script that would start an engine of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import sysconfig
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nnsight_pp.core.block import Block
+
+_LIBRARY_FOLDERS = tuple(
+    str(Path(sysconfig.get_path(name)).resolve())
+    for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+_PACKAGE = __name__.partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMessage:
+    """What one request carries.
+
+    Attributes:
+        trace: Names the request at the client.
+        block: The block's text.
+        names: The objects that its names stand for.
+        saved: Names whose objects were saved before the block began.
+        grad_enabled: Grad mode of the user's thread at the `with`.
+    """
+
+    trace: str
+    block: Block
+    names: dict[str, Any]
+    saved: tuple[str, ...] = ()
+    grad_enabled: bool = True
+
+
+class _Writer(cloudpickle.Pickler):
+    def __init__(self, file: io.BytesIO, name_of: Callable[[Any], Any], stack: ExitStack) -> None:
+        super().__init__(file)
+        self._name_of = name_of
+        self._stack = stack
+
+    def persistent_id(self, obj: Any) -> Any:
+        return self._name_of(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, (FunctionType, type)):
+            module = sys.modules.get(getattr(obj, "__module__", None) or "")
+            if module is not None and is_users(module):
+                self._by_value(module)
+        return super().reducer_override(obj)
+
+    def _by_value(self, module: ModuleType) -> None:
+        if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.register_pickle_by_value(module)
+            self._stack.callback(cloudpickle.unregister_pickle_by_value, module)
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, object_of: Callable[[Any], Any]) -> None:
+        super().__init__(file)
+        self._object_of = object_of
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._object_of(pid)
+
+
+def is_users(module: ModuleType) -> bool:
+    """Whether ``module`` is the user's own code rather than an installed library."""
+    if module.__name__.partition(".")[0] in (_PACKAGE, "__main__", "builtins"):
+        return False
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return False
+    return not str(Path(file).resolve()).startswith(_LIBRARY_FOLDERS)
+
+
+def encode_block(message: BlockMessage, name_of: Callable[[Any], Any]) -> bytes:
+    """Return ``message`` as bytes.
+
+    Args:
+        message: The block and its names.
+        name_of: Returns what stands for an object that exists on both sides, or None.
+    """
+    file = io.BytesIO()
+    with ExitStack() as stack:
+        _Writer(file, name_of, stack).dump(message)
+    return file.getvalue()
+
+
+def decode_block(data: bytes, object_of: Callable[[Any], Any]) -> BlockMessage:
+    """Return the message of ``data``; ``object_of`` is the inverse of ``name_of``."""
+    message = _Reader(io.BytesIO(data), object_of).load()
+    assert isinstance(message, BlockMessage)
+    return message

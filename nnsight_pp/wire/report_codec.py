@@ -1,0 +1,96 @@
+"""Reports on their way back: saves as raw tensor bytes, exceptions with their class and lines."""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from nnsight_pp.core.protocols import RemoteValue
+from nnsight_pp.core.report import Elsewhere, Failure, Report
+from nnsight_pp.core.tree import map_leaves
+from nnsight_pp.errors import RankDivergenceError, ValueUnavailableError
+from nnsight_pp.wire.value_codec import from_bytes, to_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def encode_reports(reports: list[Report]) -> bytes:
+    """Return ``reports`` as bytes. A value that cannot be sent becomes its report's failure."""
+    try:
+        return to_bytes(reports)
+    except Exception:  # noqa: BLE001 - find out below whose fault it is
+        return to_bytes([_sendable(report) for report in reports])
+
+
+def decode_reports(data: bytes) -> list[Report]:
+    """Return the reports of ``data``."""
+    return from_bytes(data)
+
+
+def _sendable(report: Report) -> Report:
+    saved: dict[str, Any] = {}
+    failure = report.failure
+    for name, value in report.saved.items():
+        try:
+            to_bytes(value)
+        except Exception as error:  # noqa: BLE001 - reported to the user by name
+            text = (
+                f"The saved value {name!r} ({type(value).__name__}) cannot leave the engine: "
+                f"{type(error).__name__}: {error}"
+            )
+            unsent = ValueUnavailableError(text)
+            failure = failure or failure_of(unsent, "", report.stage, 0)
+        else:
+            saved[name] = value
+    return Report(report.request, report.stage, saved, {}, failure, report.warnings)
+
+
+def without_remote(value: Any, owner_of: Callable[[Any], int]) -> Any:
+    """Return ``value`` with each remote leaf replaced by `Elsewhere`."""
+    return map_leaves(
+        value,
+        lambda leaf: Elsewhere(owner_of(leaf)) if issubclass(type(leaf), RemoteValue) else leaf,
+    )
+
+
+def failure_of(error: BaseException, filename: str, stage: int, asked: int) -> Failure:
+    """Return ``error`` in a form that crosses processes.
+
+    Args:
+        error: What ended the block.
+        filename: The block's file; frames before its first one are ours, not the user's.
+        stage: Where it was raised.
+        asked: How many asks the worker had made.
+    """
+    try:
+        pickled: bytes | None = cloudpickle.dumps(error)
+    except Exception:  # noqa: BLE001 - the class name and the text still cross
+        pickled = None
+    return Failure(
+        name=type(error).__name__,
+        text=str(error),
+        pickled=pickled,
+        frames=user_frames(error, filename),
+        stage=stage,
+        asked=asked,
+        is_echo=isinstance(error, (ValueUnavailableError, RankDivergenceError)),
+    )
+
+
+def user_frames(error: BaseException, filename: str) -> tuple[tuple[str, int, str], ...]:
+    """Return file, line and function of the frames from the block's on, outermost first.
+
+    Frames of this package are left out.
+    """
+    frames = [
+        (frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_globals.get("__name__", "").startswith("nnsight_pp.")
+    ]
+    for position, (file, _, _) in enumerate(frames):
+        if file == filename:
+            return tuple(frames[position:])
+    return ()

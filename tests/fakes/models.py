@@ -1,0 +1,74 @@
+"""Tiny random models as Hugging Face folders, for engines that want a path.
+
+Small enough to start in a second, and real enough to be split: four layers, and
+a head size that vLLM's CPU attention takes (32). The vocabulary is that of the
+tokenizer that is copied in.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    # Wide enough that layers move the residual stream as much as the embedding
+    # does, and that the first and second logit are never close.
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
+
+
+def make_tiny_llama(folder: Path, tokenizer_from: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """Write a random Llama with its own output head; ``changes`` go into the config."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    fields = {**SHAPE, "vocab_size": _vocab_size(tokenizer_from), "tie_word_embeddings": False}
+    return _save(
+        LlamaForCausalLM, LlamaConfig(**{**fields, **changes}), folder, tokenizer_from, seed
+    )
+
+
+def make_tiny_qwen2(folder: Path, tokenizer_from: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """Write a random Qwen2, whose output head is its embedding, with biases in attention."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    fields = {**SHAPE, "vocab_size": _vocab_size(tokenizer_from), "tie_word_embeddings": True}
+    return _save(
+        Qwen2ForCausalLM, Qwen2Config(**{**fields, **changes}), folder, tokenizer_from, seed
+    )
+
+
+def _vocab_size(tokenizer_from: Path) -> int:
+    return json.loads((tokenizer_from / "config.json").read_text())["vocab_size"]
+
+
+def _save(model_class: Any, config: Any, folder: Path, tokenizer_from: Path, seed: int) -> Path:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config).float()
+        # Hugging Face starts biases at zero and norms at one: a model that mixed
+        # them up, or dropped one, would go unnoticed.
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(weight, std=0.1)
+            elif "norm" in name:
+                torch.nn.init.normal_(weight, mean=1.0, std=0.1)
+    model.save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        if (tokenizer_from / name).exists():
+            shutil.copy(tokenizer_from / name, folder / name)
+    return folder
