@@ -143,7 +143,9 @@ bool peek_skip_next() {
 }
 template <class Function = at::impl::PythonTorchFunctionTLS>
 void set_skip_next(bool skip) {
-  if constexpr (requires { Function::exchange_skip_next(skip); }) Function::exchange_skip_next(skip);
+  if constexpr (requires { Function::exchange_skip_next(skip); }) {
+    Function::exchange_skip_next(skip);
+  }
 }
 
 inline bool dtensor_replication() {

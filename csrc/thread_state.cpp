@@ -19,8 +19,8 @@
 //   saved-tensor hooks, python objects        yes                       Held
 //   debug info, RecordFunction callbacks      yes                       Held
 //   node-creation hooks (2.14)                yes                       Held
-//   functorch layers                          yes, as a deep copy       Held, moved: C++ frames
-//                                                                       of a parked vmap refer to it
+//   functorch layers                          yes, as a deep copy       Held, moved: the frames of
+//                                                                       a parked vmap refer to it
 //   warning handler                           NO                        Words
 //   autocast nesting and cache switch         NO                        Words
 //   key set on entry to Python dispatch       NO, and no accessor       Words (hidden_tls.hpp)
@@ -28,8 +28,7 @@
 //   jit: numbers count as tensors             NO, and no accessor       Words (hidden_tls.hpp)
 //   Dynamo's frame callback                   NO                        set_eval_frame, if in use
 //   CUDA device and stream                    NO                        thread_state.py
-//   autograd's graph task, depth, queue       NO                        not exchanged: a park inside
-//                                             a backward hook is the caller's to refuse
+//   autograd engine: graph task, depth, queue NO, and no accessor       Held (hidden_tls.hpp)
 //   jit tracing state, legacy vmap level,     NO                        not exchanged
 //     c10's fake mode (2.14, used by nobody)
 //   profiler sub-queues, sequence numbers,    NO                        harmless: caches, counters
@@ -38,318 +37,26 @@
 // Not per thread at all, so a block that changes them changes the model: default dtype, random
 // generators, backend flags, deterministic mode, number of threads.
 //
-// Words are compared and written field by field, and mostly nothing differs. Held objects are
-// moved, never copied. Where this torch's ThreadLocalState is not of a size that compat.hpp
-// knows, full snapshots are taken around all this (also on request: `set_full_snapshots`).
+// Words and Held are in bundle.hpp: plain data, and objects that own something. Mostly nothing
+// differs and nothing is written. Under a torch version that compat.hpp does not list, full
+// snapshots are taken around all this (also on request: `set_full_snapshots`).
 
-#include "compat.hpp"
-#include "hidden_tls.hpp"
+#include "bundle.hpp"
 
 #include <greenlet.h>
 
 #include <memory>
 #include <thread>
-#include <type_traits>
 #include <utility>
 
 namespace {
 
 namespace compat = nnsight_pp::compat;
-
-using EntryKeys = std::optional<c10::impl::LocalDispatchKeySet>;
-static_assert(std::is_trivially_copyable_v<EntryKeys>);
-
-// ---------------------------------------------------------------------------------------------
-// Where the state lives
-
-nnsight_pp::HiddenVariable pybind_frame_variable{
-    "libtorch_python.so", "_ZZN8pybind116detail19loader_life_support17tls_current_frameEvE9frame_ptr",
-    sizeof(void*)};
-nnsight_pp::HiddenVariable numbers_as_tensors_variable{
-    "libtorch_python.so", "_ZN5torch3jitL24allow_numbers_as_tensorsE", sizeof(bool)};
-nnsight_pp::HiddenVariable autocast_dtypes_variable{
-    "libtorch_cpu.so", "_ZN2at8autocast12_GLOBAL__N_114autocast_dtypeE", compat::kNumDevices};
-nnsight_pp::HiddenVariable entry_keys_variable{
-    "libtorch_cpu.so", "_ZN12_GLOBAL__N_112tls_on_entryE", sizeof(EntryKeys)};
-
-// Addresses of this thread's objects. Getters return const references to objects that are not
-// const; they are moved in and out through these.
-struct Places {
-  c10::AutogradState* autograd;
-  at::impl::PythonTorchFunctionTLS* function_modes;
-  c10::impl::TorchDispatchModeTLS* dispatch_modes;
-  at::impl::SavedTensorDefaultHooksTLS* saved_hooks;
-  at::impl::ThreadLocalPythonObjects* python_objects;
-  const at::RecordFunctionTLS* record_function;
-  std::unique_ptr<at::functorch::FuncTorchTLSBase>* functorch;
-  void** pybind_frame;  // this and the following may be null
-  bool* numbers_as_tensors;
-  EntryKeys* entry_keys;
-  const std::int8_t* autocast_dtypes;  // for speed only: 21 calls of the getter cost 0.1 us
-};
-
-template <class T>
-T* writable(const T& object) {
-  return const_cast<T*>(&object);
-}
-
-const Places& places() {
-  thread_local const Places here{
-      &c10::AutogradState::get_tls_state(),
-      writable(at::impl::PythonTorchFunctionTLS::get_state()),
-      writable(c10::impl::TorchDispatchModeTLS::get_state()),
-      writable(at::SavedTensorDefaultHooks::get_tls_state()),
-      writable(at::impl::ThreadLocalPythonObjects::get_state()),
-      &at::get_record_function_tls_(),
-      &at::functorch::functorchTLSAccessor(),
-      static_cast<void**>(pybind_frame_variable.address()),
-      static_cast<bool*>(numbers_as_tensors_variable.address()),
-      static_cast<EntryKeys*>(entry_keys_variable.address()),
-      static_cast<const std::int8_t*>(autocast_dtypes_variable.address()),
-  };
-  return here;
-}
-
-// ---------------------------------------------------------------------------------------------
-// Words: the part that is plain data
-
-enum HeldBits : std::uint16_t {
-  kFunctionModes = 1,
-  kDispatchModes = 2,
-  kSavedHooks = 4,
-  kPythonObjects = 8,
-  kDebugInfo = 16,
-  kRecordFunction = 32,
-  kFunctorch = 64,
-  kExecGroup = 128,
-  kNodeHooks = 256,
-};
-
-// Invariant: no padding, so that memcmp compares values; `unused` is zero.
-struct Words {
-  c10::WarningHandler* warning_handler;
-  std::uint64_t included, excluded;  // as torch stores them: exclusive-or with the defaults
-  c10::impl::PyInterpreter* python_dispatcher;
-  void* pybind_frame;
-  std::uint64_t entry_included, entry_excluded;
-  std::int32_t autocast_nesting;
-  std::uint16_t autograd;
-  std::uint16_t held;  // HeldBits: which objects are not empty
-  std::uint8_t function_state;
-  bool skip_next, has_entry_keys, numbers_as_tensors, reapply_views, dtensor, autocast_cache;
-  std::int8_t autocast_dtypes[compat::kNumDevices];
-  std::int8_t unused[8 - (7 + compat::kNumDevices) % 8];
-
-  bool operator==(const Words& other) const { return std::memcmp(this, &other, sizeof *this) == 0; }
-};
-static_assert(std::is_trivially_copyable_v<Words>);
-static_assert(std::has_unique_object_representations_v<Words>);
-
-// True for an object whose bytes are all zero, which for PythonTorchFunctionTLS means: as it is
-// made (checked at import). Its three accessors cost 28 ns, and nearly always it is untouched.
-template <class T>
-bool is_untouched(const T& object) {
-  static_assert(sizeof(T) % sizeof(std::uint64_t) == 0);
-  std::uint64_t words[sizeof(T) / sizeof(std::uint64_t)];
-  std::memcpy(words, &object, sizeof words);
-  std::uint64_t any = 0;
-  for (const std::uint64_t word : words) any |= word;
-  return any == 0;
-}
-bool untouched_is_clean = false;  // set at import
-
-void read(const Places& at, Words& out) {
-  std::memset(out.unused, 0, sizeof out.unused);
-  out.warning_handler = c10::WarningUtils::get_warning_handler();
-  out.included = c10::impl::raw_local_dispatch_key_set.included_;
-  out.excluded = c10::impl::raw_local_dispatch_key_set.excluded_;
-  out.python_dispatcher = c10::impl::PythonDispatcherTLS::get_state();
-  out.pybind_frame = at.pybind_frame != nullptr ? *at.pybind_frame : nullptr;
-  out.numbers_as_tensors = at.numbers_as_tensors != nullptr && *at.numbers_as_tensors;
-  out.has_entry_keys = at.entry_keys != nullptr && at.entry_keys->has_value();
-  out.entry_included = out.has_entry_keys ? (*at.entry_keys)->included_.raw_repr() : 0;
-  out.entry_excluded = out.has_entry_keys ? (*at.entry_keys)->excluded_.raw_repr() : 0;
-  // There is no getter; a pair of calls is one.
-  out.autocast_nesting = at::autocast::increment_nesting() - 1;
-  at::autocast::decrement_nesting();
-  out.autocast_cache = at::autocast::is_autocast_cache_enabled();
-  out.autograd = compat::autograd_bits(*at.autograd);
-  bool has_function_modes = false;
-  out.function_state = 0;
-  out.skip_next = false;
-  if (!untouched_is_clean || !is_untouched(*at.function_modes)) {
-    has_function_modes = at::impl::PythonTorchFunctionTLS::stack_len() != 0;
-    out.function_state =
-        static_cast<std::uint8_t>(at::impl::PythonTorchFunctionTLS::get_disabled_state());
-    out.skip_next = compat::peek_skip_next();
-  }
-  out.reapply_views = at::functionalization::impl::getFunctionalizationReapplyViewsTLS();
-  out.dtensor = compat::dtensor_replication();
-  if (at.autocast_dtypes != nullptr) {
-    std::memcpy(out.autocast_dtypes, at.autocast_dtypes, sizeof out.autocast_dtypes);
-  }
-  for (int i = 0; at.autocast_dtypes == nullptr && i < compat::kNumDevices; ++i) {
-    out.autocast_dtypes[i] = static_cast<std::int8_t>(
-        at::autocast::get_autocast_dtype(static_cast<c10::DeviceType>(i)));
-  }
-
-  static_assert(sizeof(c10::ScalarType) == 1);
-
-  unsigned held = has_function_modes ? kFunctionModes : 0;
-  if (c10::impl::TorchDispatchModeTLS::stack_len() != 0) held |= kDispatchModes;
-  const at::impl::SavedTensorDefaultHooksTLS& hooks = *at.saved_hooks;
-  if (!hooks.stack.empty() || hooks.disabled_error_message.has_value() || hooks.is_tracing) {
-    held |= kSavedHooks;
-  }
-  if (compat::has_python_objects(*at.python_objects)) held |= kPythonObjects;
-  if (c10::ThreadLocalDebugInfo::current() != nullptr) held |= kDebugInfo;
-  if (!at.record_function->sorted_tls_callbacks_.empty() ||
-      !at.record_function->tls_record_function_enabled_) {
-    held |= kRecordFunction;
-  }
-  if (*at.functorch != nullptr) held |= kFunctorch;
-  if (compat::has_exec_group(*at.autograd)) held |= kExecGroup;
-  if (!compat::NodeHooks::is_empty()) held |= kNodeHooks;
-  out.held = static_cast<std::uint16_t>(held);
-}
-
-// Make the thread's words `wanted`, knowing that they are `now`. Leaves held objects alone.
-void write(const Places& at, const Words& now, const Words& wanted) {
-  if (now.warning_handler != wanted.warning_handler) {
-    c10::WarningUtils::set_warning_handler(wanted.warning_handler);
-  }
-  c10::impl::raw_local_dispatch_key_set.included_ = wanted.included;
-  c10::impl::raw_local_dispatch_key_set.excluded_ = wanted.excluded;
-  if (now.python_dispatcher != wanted.python_dispatcher) {
-    c10::impl::PythonDispatcherTLS::set_state(wanted.python_dispatcher);
-  }
-  if (at.pybind_frame != nullptr) *at.pybind_frame = wanted.pybind_frame;
-  if (at.numbers_as_tensors != nullptr) *at.numbers_as_tensors = wanted.numbers_as_tensors;
-  if (at.entry_keys != nullptr) {
-    if (wanted.has_entry_keys) {
-      using c10::DispatchKeySet;
-      c10::impl::LocalDispatchKeySet keys{c10::impl::PODLocalDispatchKeySet{}};
-      keys.included_ = DispatchKeySet(DispatchKeySet::RAW, wanted.entry_included);
-      keys.excluded_ = DispatchKeySet(DispatchKeySet::RAW, wanted.entry_excluded);
-      *at.entry_keys = keys;
-    } else {
-      at.entry_keys->reset();
-    }
-  }
-  for (int n = now.autocast_nesting; n < wanted.autocast_nesting; ++n) {
-    at::autocast::increment_nesting();
-  }
-  for (int n = now.autocast_nesting; n > wanted.autocast_nesting; --n) {
-    at::autocast::decrement_nesting();
-  }
-  if (now.autocast_cache != wanted.autocast_cache) {
-    at::autocast::set_autocast_cache_enabled(wanted.autocast_cache);
-  }
-  if (now.autograd != wanted.autograd) compat::set_autograd_bits(*at.autograd, wanted.autograd);
-  if (now.function_state != wanted.function_state) {
-    at::impl::PythonTorchFunctionTLS::set_disabled_state(
-        static_cast<at::impl::TorchFunctionDisabledState>(wanted.function_state));
-  }
-  if (now.skip_next != wanted.skip_next) compat::set_skip_next(wanted.skip_next);
-  if (now.reapply_views != wanted.reapply_views) {
-    at::functionalization::impl::setFunctionalizationReapplyViewsTLS(wanted.reapply_views);
-  }
-  if (now.dtensor != wanted.dtensor) compat::set_dtensor_replication(wanted.dtensor);
-  for (int i = 0; i < compat::kNumDevices; ++i) {
-    if (now.autocast_dtypes[i] == wanted.autocast_dtypes[i]) continue;
-    at::autocast::set_autocast_dtype(static_cast<c10::DeviceType>(i),
-                                     static_cast<c10::ScalarType>(wanted.autocast_dtypes[i]));
-  }
-}
-
-// ---------------------------------------------------------------------------------------------
-// Held: the part that owns something. Objects move between the thread and a Held.
-
-class Held {
- public:
-  // Move the objects of `bits` out of the thread, which is left without them.
-  void take(const Places& at, unsigned bits) {
-    if (bits & kFunctionModes) {
-      // Only the stack is empty afterwards: the two flags beside it are words.
-      const auto state = at::impl::PythonTorchFunctionTLS::get_disabled_state();
-      const bool skip_next = compat::peek_skip_next();
-      function_modes_ = std::exchange(*at.function_modes, {});
-      at::impl::PythonTorchFunctionTLS::set_disabled_state(state);
-      compat::set_skip_next(skip_next);
-    }
-    if (bits & kDispatchModes) dispatch_modes_ = std::exchange(*at.dispatch_modes, {});
-    if (bits & kSavedHooks) saved_hooks_ = std::exchange(*at.saved_hooks, {});
-    if (bits & kPythonObjects) python_objects_ = std::exchange(*at.python_objects, {});
-    if (bits & kDebugInfo) {
-      debug_info_ = c10::ThreadLocalDebugInfo::current();
-      c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
-    }
-    if (bits & kRecordFunction) {
-      record_function_ = at::get_record_function_tls_();
-      at::set_record_function_tls_({});
-    }
-    if (bits & kFunctorch) functorch_ = std::move(*at.functorch);
-    if (bits & kExecGroup) exec_group_ = compat::take_exec_group(*at.autograd);
-    if (bits & kNodeHooks) node_hooks_ = compat::NodeHooks::take();
-    bits_ |= bits;
-  }
-
-  // Move everything back into the thread.
-  void put(const Places& at) {
-    if (bits_ & kFunctionModes) {
-      const auto state = at::impl::PythonTorchFunctionTLS::get_disabled_state();
-      const bool skip_next = compat::peek_skip_next();
-      *at.function_modes = std::move(*function_modes_);
-      at::impl::PythonTorchFunctionTLS::set_disabled_state(state);
-      compat::set_skip_next(skip_next);
-      function_modes_.reset();
-    }
-    if (bits_ & kDispatchModes) {
-      *at.dispatch_modes = std::move(*dispatch_modes_);
-      dispatch_modes_.reset();
-    }
-    if (bits_ & kSavedHooks) {
-      *at.saved_hooks = std::move(*saved_hooks_);
-      saved_hooks_.reset();
-    }
-    if (bits_ & kPythonObjects) {
-      *at.python_objects = std::move(*python_objects_);
-      python_objects_.reset();
-    }
-    if (bits_ & kDebugInfo) {
-      c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(debug_info_));
-      debug_info_.reset();
-    }
-    if (bits_ & kRecordFunction) {
-      at::set_record_function_tls_(*record_function_);
-      record_function_.reset();
-    }
-    if (bits_ & kFunctorch) *at.functorch = std::move(functorch_);
-    if (bits_ & kExecGroup) {
-      compat::put_exec_group(*at.autograd, std::move(exec_group_));
-      exec_group_.reset();
-    }
-    if (bits_ & kNodeHooks) {
-      compat::NodeHooks::put(std::move(*node_hooks_));
-      node_hooks_.reset();
-    }
-    bits_ = 0;
-  }
-
-  bool empty() const { return bits_ == 0; }
-
- private:
-  unsigned bits_ = 0;
-  std::optional<at::impl::PythonTorchFunctionTLS> function_modes_;
-  std::optional<c10::impl::TorchDispatchModeTLS> dispatch_modes_;
-  std::optional<at::impl::SavedTensorDefaultHooksTLS> saved_hooks_;
-  std::optional<at::impl::ThreadLocalPythonObjects> python_objects_;
-  std::shared_ptr<c10::ThreadLocalDebugInfo> debug_info_;
-  std::optional<at::RecordFunctionTLS> record_function_;
-  std::unique_ptr<at::functorch::FuncTorchTLSBase> functorch_;
-  std::optional<c10::SafePyObject> exec_group_;
-  std::optional<compat::NodeHooks::State> node_hooks_;
-};
+using nnsight_pp::Held;
+using nnsight_pp::HiddenVariable;
+using nnsight_pp::places;
+using nnsight_pp::Places;
+using nnsight_pp::Words;
 
 // ---------------------------------------------------------------------------------------------
 // Module state. Never freed: torch's own statics may be gone when the process ends.
@@ -392,7 +99,6 @@ class DriverState {
  public:
   DriverState(const Places& at, Slot& slot) : at_(at), slot_(slot) {
     read(at_, words_);
-    now_ = words_;
     slot_.is_running = true;
   }
 
@@ -405,7 +111,6 @@ class DriverState {
       Py_CLEAR(slot_.eval_frame);
     }
     if (!full_snapshots && words_ == slot_.words && words_.held == 0) return;
-    is_known_ = false;
     if (full_snapshots) state_.emplace();
     if (words_.held != 0) {
       held_ = std::make_unique<Held>();
@@ -424,9 +129,8 @@ class DriverState {
 
   // Keep what the worker left, or, when it is over, remember to drop it.
   void keep_worker(bool is_alive) {
-    Words left;
+    Words& left = now_;
     read(at_, left);
-    now_ = left;
     is_known_ = true;
     must_restore_ = state_.has_value() || held_ != nullptr || left.held != 0 || !(left == words_);
     if (state_.has_value()) *slot_.state = std::make_unique<at::ThreadLocalState>();
@@ -435,8 +139,9 @@ class DriverState {
       slot_.eval_frame = exchange_eval_frame(eval_frame_);
       has_eval_frame_ = false;
     }
-    slot_.words = is_alive ? left : slot_.fresh;
+    if (must_restore_ || !(slot_.words == left)) slot_.words = left;
     if (!is_alive) {
+      slot_.words = slot_.fresh;
       leftover_state_ = std::move(*slot_.state);
       if (left.held != 0) leftover_.reset(std::exchange(slot_.held, new Held));
       Py_CLEAR(slot_.eval_frame);
@@ -464,7 +169,7 @@ class DriverState {
   Words words_;
   Words now_;  // what is in force until the driver's state is back
   bool must_restore_ = true;
-  bool is_known_ = true;  // now_ is what the thread has
+  bool is_known_ = false;  // now_ is what the thread has
   bool has_eval_frame_ = false;
   std::unique_ptr<at::ThreadLocalState> leftover_state_;
   std::unique_ptr<Held> leftover_;
@@ -682,20 +387,18 @@ void read_clean_state() {
     clean_state = new at::ThreadLocalState;
     Words words;
     read(places(), words);
-    untouched_is_clean = words.function_state == 0 && !words.skip_next &&
-                         is_untouched(at::impl::PythonTorchFunctionTLS::get_state());
+    nnsight_pp::check_assumptions(words);
     words.held = 0;
     clean_words = words;
   }).join();
 }
 
-// Returns the names of hidden variables that this torch does not show.
-PyObject* find_hidden_variables() {
+// The names of those that this torch does not show; a new reference.
+PyObject* list_unseen() {
   PyObject* unseen = PyList_New(0);
   if (unseen == nullptr) return nullptr;
-  for (auto* variable : {&pybind_frame_variable, &numbers_as_tensors_variable,
-                         &entry_keys_variable, &autocast_dtypes_variable}) {
-    if (nnsight_pp::find_hidden(*variable) || variable == &autocast_dtypes_variable) continue;
+  for (const HiddenVariable* variable : nnsight_pp::variables_without_accessor()) {
+    if (variable->module_id != 0) continue;
     PyObject* name = PyUnicode_FromString(variable->symbol);
     if (name == nullptr || PyList_Append(unseen, name) < 0) {
       Py_XDECREF(name);
@@ -708,10 +411,11 @@ PyObject* find_hidden_variables() {
 }
 
 bool fill(PyObject* module) {
-  PyObject* unseen = find_hidden_variables();
+  nnsight_pp::find_hidden_variables();
+  read_clean_state();
+  PyObject* unseen = list_unseen();
   if (unseen == nullptr || PyModule_AddObjectRef(module, "unseen", unseen) < 0) return false;
   Py_DECREF(unseen);
-  read_clean_state();
   if (PyObject* dynamo = PyImport_ImportModule("torch._C._dynamo.eval_frame")) {
     set_eval_frame = PyObject_GetAttrString(dynamo, "set_eval_frame");
     Py_DECREF(dynamo);

@@ -10,8 +10,6 @@ from typing import Any
 class Elsewhere:
     """Stands in a report for a value that another stage ships."""
 
-    owner: int
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -43,8 +41,9 @@ class Report:
     Attributes:
         request: The request's name on the ranks.
         stage: The reporting stage.
+        trace: The client's name for the request.
         saved: The saved names, their remote leaves replaced by `Elsewhere`.
-        grown: Lists and dicts from around the block that it changed, likewise.
+        grown: How the block changed lists, dicts, sets and tensors from around it, likewise.
         failure: Why the block ended early, or None.
         warnings: Texts for the user.
         statistics: What the link moved for this request, by owner stage.
@@ -52,6 +51,7 @@ class Report:
 
     request: str
     stage: int
+    trace: str = ""
     saved: dict[str, Any] = field(default_factory=dict)
     grown: dict[str, Any] = field(default_factory=dict)
     failure: Failure | None = None

@@ -14,6 +14,7 @@ from nnsight_pp.core.location import ROOT, Location
 from nnsight_pp.errors import NotSupportedError, UnknownLocationError, explain
 from nnsight_pp.interleave.worker import current_worker, running_worker
 from nnsight_pp.parallel.lazy import first_input, with_first_input
+from nnsight_pp.trace.mount import savable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,9 +70,19 @@ class Envoy:
         if name in children:
             return children[name]
         try:
-            return getattr(self._module, name)
+            value = getattr(self._module, name)
         except AttributeError:
             raise self._unknown(name) from None
+        return self.root._attribute_of(self, name, value)
+
+    def _attribute_of(self, node: Envoy, name: str, value: Any) -> Any:
+        """Return ``value``, found on the module of ``node``; a root may refuse it."""
+        return value
+
+    def look_at(self, module: torch.nn.Module | None) -> None:
+        """Mirror ``module`` from now on; None changes nothing."""
+        if module is not None:
+            self._module = module
 
     def __getitem__(self, index: int | slice | str) -> Any:
         if isinstance(index, slice):
@@ -144,7 +155,7 @@ class Envoy:
     def _read(self, location: Location) -> Any:
         worker = current_worker(location)
         assert worker.turns is not None
-        return worker.turns.read(worker, location)
+        return savable(worker.turns.read(worker, location))
 
     def _write(self, location: Location, value: Any) -> None:
         worker = current_worker(location)

@@ -3,7 +3,7 @@
 Two clocks. On an engine one forward of a request is one step, and an ask belongs to a step: a
 `StepClock` opens and closes steps, and a worker that asks ahead parks on the step gate. In this
 process one call may run a module any number of times: a `VisitClock` counts each location's own
-visits, and nothing is ever closed before the call ends.
+visits, and there is no gate.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class VisitClock:
         """Count a visit of ``location`` that is over."""
         self._counts[location] = self._counts.get(location, 0) + 1
 
+    def has_passed(self, worker: Worker, location: Location, visit: int) -> bool:
+        """Whether ``visit`` of ``location`` is over."""
+        return self._counts.get(location, 0) > visit
+
     def opened(self, request: str) -> int | None:
         """Return None: there is no step gate."""
         return None
-
-    def closed(self, request: str) -> int:
-        """Return `NEVER`: a visit may come until the call ends."""
-        return NEVER
 
     def drop(self, request: str) -> None:
         """Nothing is kept by request."""
@@ -87,6 +87,10 @@ class StepClock:
     def opened(self, request: str) -> int | None:
         """Return the last opened step of ``request``, `NEVER` before the first."""
         return self._opened.get(request, NEVER)
+
+    def has_passed(self, worker: Worker, location: Location, visit: int) -> bool:
+        """Whether the step ``visit`` is closed."""
+        return visit <= self._closed.get(worker.request, NEVER)
 
     def closed(self, request: str) -> int:
         """Return the last closed step of ``request``, `NEVER` before the first."""

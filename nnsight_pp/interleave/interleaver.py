@@ -1,8 +1,8 @@
 """Who gets the turn: a rank's workers, and the values that the model hands over.
 
 The driver (the model's thread) calls `serve` at every value, `open_step` and `close_step` around
-a forward, `catch_up` at a pipeline-safe point, and `finish` when a request is over. A worker calls
-`read`, `write` and `begin_step`. Everything else follows from the rules below.
+a forward, `catch_up` at a pipeline-safe point, and `finish` when a request is over. What a worker
+calls is `interleave.asks`. Everything else follows from the rules below.
 
 Note [Asks are numbered]
     Every rank runs the same block, so every rank's worker makes the same asks in the same order.
@@ -26,25 +26,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-from greenlet import getcurrent
+import torch
 
 from nnsight_pp.core.ask import AskKey, Pull, Read, Step, Write
-from nnsight_pp.core.location import RESULT, Location, Visit
-from nnsight_pp.core.protocols import RemoteValue
+from nnsight_pp.core.location import RESULT, Location
+from nnsight_pp.core.rows import WholeCut
 from nnsight_pp.core.tree import map_leaves
-from nnsight_pp.errors import OutOfOrderError, OutsideTraceError, ParkRefusedError, explain
-from nnsight_pp.interleave.clock import Clock
-from nnsight_pp.interleave.parked import Parked
-from nnsight_pp.interleave.remote import RemoteAsk
-from nnsight_pp.interleave.unwind import loop_warning, out_of_order, unwind
+from nnsight_pp.interleave.asks import Asks
+from nnsight_pp.interleave.clock import Clock, StepClock, VisitClock
+from nnsight_pp.interleave.unwind import unwind
 from nnsight_pp.interleave.visit import OpenVisit
-from nnsight_pp.interleave.worker import Memo, Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from nnsight_pp.core.ask import Ask
     from nnsight_pp.core.protocols import Link, Owners, Switch
+    from nnsight_pp.interleave.remote import RemoteAsk
+    from nnsight_pp.interleave.worker import Worker
 
 
 @final
@@ -58,11 +56,11 @@ class Interleaver:
         owners: Which stage computes a location. None: this process computes everything.
         link: How answers cross stages. None with one stage.
         make_lazy: Builds what stands for another stage's value.
-        snapshot: Copies a served value for publishing.
+        snapshot: Copies a served value for publishing. Default: clones its tensors.
         where: Says in words where this rank is, for messages.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the one visible place where an engine wires a rank
         self,
         clock: Clock,
         switch: Switch,
@@ -77,23 +75,30 @@ class Interleaver:
         self.clock = clock
         self.stage = stage
         self.where = where
+        self.asks = Asks(
+            clock,
+            switch,
+            stage=stage,
+            owners=owners,
+            link=link,
+            make_lazy=make_lazy,
+            where=where,
+        )
         self._switch = switch
-        self._owners = owners
         self._link = link
-        self._make_lazy = make_lazy
-        self._snapshot = snapshot
-        self._parked = Parked()
+        self._snapshot = _copied if snapshot is None else snapshot
+        self._parked = self.asks.parked
+        # Only one of the two clocks counts visits; the other is spared the call.
+        self._passed = clock.passed if isinstance(clock, VisitClock) else None
         self._workers: dict[str, list[Worker]] = {}
-        # Requests whose last step is over: their pulls may be waited for in place.
-        self._finishing: set[str] = set()
-        # The first worker that ended by an exception.
+        # The first worker that ended by an exception, until its request is dropped.
         self.failed: Worker | None = None
 
     # -- the driver's side ---------------------------------------------------------------------
 
     def add(self, worker: Worker) -> None:
         """Take ``worker`` in, and run it to its first park."""
-        worker.turns = self
+        worker.turns = self.asks
         self._workers.setdefault(worker.request, []).append(worker)
         self._resume(worker, None)
 
@@ -113,7 +118,8 @@ class Interleaver:
                     and ask.visit == self.clock.now(worker, location)
                 ):
                     value = self._hand(worker, ask, value)
-        self.clock.passed(location)
+        if self._passed is not None:
+            self._passed(location)
         return value
 
     def is_wanted(self, location: Location) -> bool:
@@ -122,19 +128,21 @@ class Interleaver:
 
     def open_step(self, request: str, step: int) -> None:
         """Open ``step`` of ``request``: workers that wait at its gate run to their next park."""
-        self.clock.open(request, step)  # type: ignore[union-attr]
+        assert isinstance(self.clock, StepClock)
+        self.clock.open(request, step)
         for worker in self._workers.get(request, ()):
             if isinstance(worker.ask, Step) and worker.ask.step <= step:
                 self._resume(worker, None)
 
     def close_step(self, request: str, step: int) -> None:
         """Close ``step`` of ``request``: what was not served in it never will be."""
-        self.clock.close(request, step)  # type: ignore[union-attr]
+        assert isinstance(self.clock, StepClock)
+        self.clock.close(request, step)
         for worker in self._workers.get(request, ()):
             while isinstance(worker.ask, (Read, Write)) and worker.ask.visit <= step:
                 if worker.ask.location == RESULT:
                     break
-                self._throw(worker, self._too_late(worker, worker.ask.location, worker.ask.visit))
+                self._too_late(worker, worker.ask)
         if self._link is not None:
             self._link.close(request, step)
 
@@ -147,14 +155,14 @@ class Interleaver:
             while isinstance(worker.ask, Pull):
                 try:
                     value = worker.ask.pending.wait()
-                except Exception as error:  # noqa: BLE001 - raised again at the user's line
-                    self._throw(worker, error)
+                except Exception as error:
+                    self._throw(worker, self.asks.alone(worker, error, is_echo=True))
                 else:
                     self._resume(worker, value)
 
     def finish(self, request: str, result: Any = None) -> list[Worker]:
         """End ``request``: serve its result, unwind what is still parked, return its workers."""
-        self._finishing.add(request)
+        self.asks.finishing.add(request)
         self.catch_up(request)
         workers = self._workers.get(request, [])
         for worker in workers:
@@ -163,15 +171,17 @@ class Interleaver:
                 self._hand(worker, worker.ask, result)
         for worker in workers:
             if not worker.has_ended:
-                unwind(worker, self._throw, self.where)
+                self._unwind(worker)
         return workers
 
     def drop(self, request: str) -> None:
         """Forget ``request`` and tell the other stages that nothing more is needed of it."""
         for worker in self._workers.pop(request, ()):
             if not worker.has_ended:
-                unwind(worker, self._throw, self.where)
-        self._finishing.discard(request)
+                self._unwind(worker)
+        if self.failed is not None and self.failed.request == request:
+            self.failed = None
+        self.asks.finishing.discard(request)
         self.clock.drop(request)
         if self._link is not None:
             self._link.release(request)
@@ -194,8 +204,7 @@ class Interleaver:
 
     def _hand(self, worker: Worker, ask: Read | Write, value: Any) -> Any:
         """Open a visit for ``worker``, let it run, and return the value with its edits."""
-        assert worker.cut is not None
-        visit = OpenVisit(value, worker.cut)
+        visit = OpenVisit(value, worker.cut or WholeCut())
         if worker.loop_depth and ask.visit > 0:
             worker.is_relaxed = True
         try:
@@ -206,8 +215,8 @@ class Interleaver:
             else:
                 visit.assign(ask.value)
                 answer = None
-        except Exception as error:  # noqa: BLE001 - raised again at the user's line
-            self._throw(worker, error)
+        except Exception as error:
+            self._throw(worker, self.asks.alone(worker, error))
             return value
         worker.visit = visit
         self._resume(worker, answer)
@@ -216,15 +225,26 @@ class Interleaver:
             if worker.error is None:
                 try:
                     visit.commit()
-                except Exception as error:  # noqa: BLE001 - the request's own error
+                except Exception as error:
                     worker.error = error
                     self._ended(worker)
         return visit.live
 
     def _publish(self, worker: Worker, ask: Read, served: Any) -> None:
         if self._link is not None and ask.location != RESULT:
-            copy = served if self._snapshot is None else self._snapshot(served)
-            self._link.publish(AskKey(worker.request, ask.number), ask.location, copy)
+            key = AskKey(worker.request, ask.number)
+            self._link.publish(key, ask.location, self._snapshot(served))
+
+    def _too_late(self, worker: Worker, ask: Read | Write) -> None:
+        error = self.asks.too_late(worker, ask.location, ask.visit)
+        self._throw(worker, self.asks.alone(worker, error))
+
+    def _unwind(self, worker: Worker) -> None:
+        unwind(worker, self._throw, self.where)
+        if not worker.has_ended:  # it caught all that it was thrown: leave it where it is
+            self._unpark(worker)
+            worker.abandon()
+            self._ended(worker)
 
     def _unpark(self, worker: Worker) -> None:
         if isinstance(worker.ask, (Read, Write)):
@@ -251,152 +271,6 @@ class Interleaver:
             name = type(worker.error).__name__
             self._link.fail(worker.request, f"{name}: {worker.error}")
 
-    # -- the worker's side ---------------------------------------------------------------------
 
-    def read(self, worker: Worker, location: Location) -> Any:
-        """Return the value of ``location`` at the worker's step, parking until it is there."""
-        memo = worker.memo
-        if memo is not None and memo.location == location and memo.step == worker.step:
-            return memo.value
-        owner, visit = self._ask(worker, location)
-        number = worker.next_number()
-        if owner is None or owner == self.stage:
-            value = self._park(worker, Read(number, location, visit))
-        else:
-            assert self._make_lazy is not None
-            value = self._make_lazy(RemoteAsk(self, worker, number, owner, location, visit))
-        worker.memo = Memo(location, worker.step, value)
-        return value
-
-    def write(self, worker: Worker, location: Location, value: Any) -> None:
-        """Let the model, and later reads of this step, see ``value`` at ``location``."""
-        memo = worker.memo
-        if memo is not None and memo.location == location and memo.step == worker.step:
-            if worker.visit is not None:
-                value = self._here(value)
-                worker.visit.assign(value)
-        else:
-            owner, visit = self._ask(worker, location)
-            number = worker.next_number()
-            if owner is None or owner == self.stage:
-                value = self._here(value)
-                self._park(worker, Write(number, location, visit, value))
-        worker.memo = Memo(location, worker.step, value)
-
-    def begin_step(self, worker: Worker, step: int) -> None:
-        """Pin what ``worker`` asks for from now on to ``step``; wait at its gate on an engine."""
-        self._leave(worker)
-        worker.memo = None
-        worker.is_relaxed = False
-        if step != worker.step:
-            worker.stage_mark = -1
-        worker.step = step
-        self._enter_step(worker)
-
-    def restore_step(self, worker: Worker, step: int) -> None:
-        """Pin ``worker`` to ``step`` again when a loop is over, without waiting for it."""
-        self._leave(worker)
-        worker.memo = None
-        worker.is_relaxed = False
-        worker.step = step
-
-    def pull(self, worker: Worker, ask: RemoteAsk, picks: Sequence[Any], in_torch: bool) -> Any:
-        """Return another stage's answer, with ``picks`` applied there.
-
-        Args:
-            worker: The worker that forces the value.
-            ask: What was asked.
-            picks: Index steps that the owner applies before it sends.
-            in_torch: Whether torch's own frames stand between the caller and the block.
-        """
-        if worker.has_ended or not worker.is_current:
-            raise OutsideTraceError(
-                explain(
-                    f"The remote value {ask.visit} was used outside of its trace.",
-                    why="A value of another stage can be brought only while its block runs.",
-                    todo="Save it with `.save()`, and use it after the trace.",
-                )
-            )
-        assert self._link is not None
-        key = AskKey(worker.request, ask.number)
-        pending = self._link.pull(key, ask.owner, ask.location, ask.step, picks)
-        opened = self.clock.opened(worker.request)
-        over = worker.request in self._finishing or (opened is not None and ask.step < opened)
-        if ask.owner < self.stage or over:
-            return pending.wait()
-        if in_torch and not self._switch.may_park_in_torch:
-            raise ParkRefusedError(
-                explain(
-                    f"{ask.visit} belongs to a later stage and was used inside a torch call.",
-                    where=worker.where(),
-                    why="The worker would have to park inside torch, and the exchange of torch's "
-                    "thread-local state is off (NNSIGHT_PP_TLS_SWAP=0).",
-                    todo="Unset NNSIGHT_PP_TLS_SWAP, or use the value one step later.",
-                    ran=self.where,
-                )
-            )
-        return self._park(worker, Pull(ask.location, ask.step, pending))
-
-    def _ask(self, worker: Worker, location: Location) -> tuple[int | None, int]:
-        """Leave the open visit, pass the step gate, check the order; return owner and visit."""
-        self._leave(worker)
-        owner = None
-        if location != RESULT:
-            if self._owners is not None:
-                owner = self._owners.owner_of(location)
-            self._enter_step(worker)
-        visit = self.clock.target(worker, location)
-        opened = self.clock.opened(worker.request)
-        if location != RESULT and opened is not None:
-            is_here = owner is None or owner == self.stage
-            last = self.clock.closed(worker.request) if is_here else opened - 1
-            if worker.step <= last or worker.request in self._finishing:
-                raise self._too_late(worker, location, visit)
-        if owner is not None:
-            if owner < worker.stage_mark:
-                raise self._backwards(worker, location, visit, owner)
-            worker.stage_mark = owner
-        return owner, visit
-
-    def _leave(self, worker: Worker) -> None:
-        """Close the worker's open visit: its edits so far land, later ones do not."""
-        visit, worker.visit = worker.visit, None
-        if visit is not None:
-            visit.commit()
-
-    def _enter_step(self, worker: Worker) -> None:
-        opened = self.clock.opened(worker.request)
-        if opened is not None and worker.step > opened and worker.request not in self._finishing:
-            self._park(worker, Step(worker.step))
-        elif opened is not None and worker.step > opened:
-            raise loop_warning(worker, f"step {worker.step}")
-
-    def _park(self, worker: Worker, ask: Ask) -> Any:
-        if getcurrent() is not worker._greenlet:
-            raise OutsideTraceError(f"{ask} was made by something that is not its worker")
-        self._leave(worker)
-        worker.ask = ask
-        if isinstance(ask, (Read, Write)):
-            self._parked.add(ask.location, worker)
-        return worker.hand_over()
-
-    def _here(self, value: Any) -> Any:
-        """Return ``value`` with every remote leaf brought to this rank."""
-        return map_leaves(
-            value,
-            lambda leaf: leaf._real_value() if issubclass(type(leaf), RemoteValue) else leaf,
-        )
-
-    def _too_late(self, worker: Worker, location: Location, visit: int) -> OutOfOrderError:
-        return out_of_order(worker, Visit(location, visit), self.where)
-
-    def _backwards(
-        self, worker: Worker, location: Location, visit: int, owner: int
-    ) -> OutOfOrderError:
-        mark = worker.stage_mark
-        why = (
-            f"It belongs to stage {owner}, and the block has already asked stage {mark} in this "
-            "step. A block must ask for values in the order in which the model computes them."
-        )
-        return out_of_order(worker, Visit(location, visit), self.where, why)
-
+def _copied(value: Any) -> Any:
+    return map_leaves(value, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)

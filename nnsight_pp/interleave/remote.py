@@ -9,7 +9,7 @@ from nnsight_pp.core.location import Location, Visit
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from nnsight_pp.interleave.interleaver import Interleaver
+    from nnsight_pp.interleave.asks import Asks
     from nnsight_pp.interleave.worker import Worker
 
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 class RemoteAsk:
     """What a lazy value needs to bring its data: the ask, its owner, and its worker."""
 
-    __slots__ = ("_interleaver", "_worker", "location", "number", "owner", "step")
+    __slots__ = ("_asks", "_worker", "location", "number", "owner", "step")
 
     def __init__(
         self,
-        interleaver: Interleaver,
+        asks: Asks,
         worker: Worker,
         number: int,
         owner: int,
         location: Location,
         step: int,
     ) -> None:
-        self._interleaver = interleaver
+        self._asks = asks
         self._worker = worker
         self.number = number
         self.owner = owner
@@ -46,4 +46,4 @@ class RemoteAsk:
         Waits in place for an earlier stage or an earlier step; parks the worker for a later
         stage's value of this step.
         """
-        return self._interleaver.pull(self._worker, self, picks, in_torch)
+        return self._asks.pull(self._worker, self, picks, in_torch)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import count
 from typing import TYPE_CHECKING, final
 
-from nnsight_pp.errors import explain
+from nnsight_pp.errors import BlockError, explain
 from nnsight_pp.interleave.worker import current_worker
 
 if TYPE_CHECKING:
@@ -71,9 +71,23 @@ def _loop(numbers: Iterable[int]) -> Iterator[int]:
     previous = worker.step
     worker.loop_depth += 1
     try:
+        asked = -1
         for number in numbers:
+            if isinstance(numbers, count) and worker.asked == asked and not turns.has_gate(worker):
+                raise _endless()
+            asked = worker.asked
             turns.begin_step(worker, number)
             yield number
     finally:
         worker.loop_depth -= 1
         turns.restore_step(worker, previous)
+
+
+def _endless() -> BlockError:
+    return BlockError(
+        explain(
+            "A loop over all steps asked for nothing in one of its turns.",
+            why="On this engine a loop is paced by the values it reads: it would never end.",
+            todo="Read or write a value in every turn, or give the loop an end.",
+        )
+    )

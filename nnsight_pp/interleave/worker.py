@@ -4,19 +4,20 @@ A worker and the model never run at the same time: the model's thread switches t
 gets the turn back when the worker parks or ends. A worker that ended by an exception keeps it in
 `error`; nothing that a block raises ever travels through the model's frames.
 
-What a worker may ask for, and who answers, is `interleave.interleaver`.
+What a worker may ask for is `interleave.asks`; who answers is `interleave.interleaver`.
 """
 
 from __future__ import annotations
 
 import sys
+import zlib
 from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from nnsight_pp.core.saved import SavedSet, active_saves
-from nnsight_pp.errors import InternalError, OutsideTraceError, Where, explain
+from nnsight_pp.errors import BlockError, InternalError, OutsideTraceError, Where, explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from nnsight_pp.core.ask import Ask
     from nnsight_pp.core.location import Location
     from nnsight_pp.core.protocols import Cut
-    from nnsight_pp.interleave.interleaver import Interleaver
+    from nnsight_pp.interleave.asks import Asks
     from nnsight_pp.interleave.visit import OpenVisit
 
 
@@ -39,6 +40,16 @@ class Memo(NamedTuple):
     location: Location
     step: int
     value: Any  # any served value
+    is_here: bool
+
+
+class Mark(NamedTuple):
+    """How far a worker has asked its way through the model: forward only, within a step."""
+
+    step: int
+    stage: int
+    # The place within the stage, where the order of its locations is known.
+    position: int | None
 
 
 class _WorkerGreenlet(greenlet):
@@ -62,6 +73,7 @@ class Worker:
 
     __slots__ = (
         "_context",
+        "_echoes",
         "_greenlet",
         "_run",
         "ask",
@@ -72,13 +84,15 @@ class Worker:
         "has_ended",
         "is_relaxed",
         "loop_depth",
+        "mark",
         "memo",
         "request",
         "saves",
         "slot",
-        "stage_mark",
         "step",
+        "trail",
         "turns",
+        "unshared",
         "visit",
         "warnings",
     )
@@ -99,14 +113,16 @@ class Worker:
         self._run = run
         self._context = copy_context() if context is None else context
         self.saves = SavedSet() if saves is None else saves
-        self.turns: Interleaver | None = None
+        self.turns: Asks | None = None
         self.cut: Cut | None = None
         # Invariant: `ask` is set exactly while the worker is parked.
         self.ask: Ask | None = None
-        # Invariant: alike on every rank at the same line of the block.
+        # Invariant: alike on every rank at the same line of the block. `trail` is a checksum of
+        # what was asked for: ranks whose trails differ at the end took different branches.
         self.asked = 0
+        self.trail = 0
         self.step = 0
-        self.stage_mark = -1
+        self.mark = Mark(-1, -1, None)
         self.loop_depth = 0
         self.memo: Memo | None = None
         # Only where a loop pins visits rather than steps (see `clock.VisitClock`).
@@ -115,6 +131,9 @@ class Worker:
         # something else, parks or ends.
         self.visit: OpenVisit | None = None
         self.error: BaseException | None = None
+        # See Note [Errors that one stage sees alone] in `interleave.asks`.
+        self.unshared: BaseException | None = None
+        self._echoes: list[BaseException] = []
         self.has_ended = False
         self.warnings: list[str] = []
         self._greenlet = _WorkerGreenlet(self._main)
@@ -131,8 +150,45 @@ class Worker:
             self._run()
         except LoopCut:
             pass  # the loop outran the run; `interleaver.finish` has noted the warning
-        except BaseException as error:  # noqa: BLE001 - it is the request's, never the model's
+        except BaseException as error:
             self.error = error
+        if self.error is None and self.unshared is not None:
+            self.error = self.unshared
+            self.error.add_note(
+                "The block caught this error. It is raised anyway: other stages do not see it, and "
+                "would have gone another way."
+            )
+        self.has_ended = True
+
+    def alone(self, error: Exception, *, is_echo: bool = False) -> Exception:
+        """Remember that only this rank sees ``error``; return it.
+
+        Args:
+            error: What is raised in the block next.
+            is_echo: Whether it came from another stage, whose own error is the better one.
+        """
+        if self.unshared is None:
+            self.unshared = error
+        if is_echo:
+            self._echoes.append(error)
+        return error
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether `error` only repeats what happened on another stage."""
+        return any(error is self.error for error in self._echoes)
+
+    def abandon(self) -> None:
+        """Give up on a block that catches whatever it is thrown and asks on."""
+        where = self.where()
+        self.error = BlockError(
+            explain(
+                "The block went on after its request was over, whatever was raised in it.",
+                where=where,
+                why="An `except` or `finally` in it swallows every error and asks for more.",
+                todo="Catch only what you expect, and leave loops when it is raised.",
+            )
+        )
         self.has_ended = True
 
     @property
@@ -153,10 +209,11 @@ class Worker:
             raise InternalError(f"{self!r} parks with nobody to give the turn to")
         return parent.switch()
 
-    def next_number(self) -> int:
+    def next_number(self, location: Location, visit: int) -> int:
         """Return the number of the ask that is made now."""
         number = self.asked
         self.asked += 1
+        self.trail = zlib.crc32(f"{location}#{visit}".encode(), self.trail)
         return number
 
     def where(self) -> Where | None:

@@ -20,6 +20,7 @@ import pickle
 import queue
 import struct
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -40,11 +41,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FRAME_BYTES = 16 * 1024
-# Kind, length of the head, length of the whole body.
-_PREFIX = struct.Struct("<BIQ")
+_ALIGN = 16
+# Magic, kind, length of the head, length of the whole body.
+_PREFIX = struct.Struct("<4sBIQ")
+_MAGIC = b"nnpp"
 _ASK, _ANSWER, _RELEASE, _STOP = range(4)
 _NEVER = timedelta(days=365)
-Encode = "Callable[[Any], tuple[bytes, list[torch.Tensor]]]"
 
 
 @contextmanager
@@ -138,7 +140,8 @@ class GlooLink:
         self._ran = ran
         self._lock = threading.Lock()
         self._tickets = 0
-        self._pending: dict[int, tuple[int, PendingAnswer]] = {}
+        # By ticket: the owner, the request, and who waits.
+        self._pending: dict[int, tuple[int, str, PendingAnswer]] = {}
         self._is_stopping = False
         self._peers = {
             peer: _Peer(peer, rank, queue.SimpleQueue())
@@ -180,7 +183,7 @@ class GlooLink:
         with self._lock:
             ticket = self._tickets
             self._tickets += 1
-            self._pending[ticket] = (owner, pending)
+            self._pending[ticket] = (owner, key.request, pending)
             peer.traffic.pulls += 1
             failure = peer.failure
         if failure is not None:
@@ -193,16 +196,32 @@ class GlooLink:
     def release(self, request: str) -> None:
         """See `core.protocols.Link`."""
         self._own.end(request)
+        with self._lock:  # nobody waits for these any more
+            for ticket in [t for t, (_, of, _) in self._pending.items() if of == request]:
+                del self._pending[ticket]
         body = request.encode()
         for peer in self._peers.values():
             peer.outbox.put((_RELEASE, lambda: (body, [])))
 
     def stop(self) -> None:
-        """Tell the peers that this rank is leaving; its own threads end when they answer."""
+        """Tell the peers that this rank is leaving; its own threads end when they leave too."""
+        if self._is_stopping:
+            return
         self._is_stopping = True
         for peer in self._peers.values():
             peer.outbox.put((_STOP, lambda: (b"", [])))
             peer.outbox.put(None)
+
+    def join(self, bound_s: float) -> bool:
+        """Wait for the threads, all together at most ``bound_s``; return whether they have ended.
+
+        Call it after `stop`.
+        """
+        deadline = time.monotonic() + bound_s
+        threads = [thread for peer in self._peers.values() for thread in peer.threads]
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in threads)
 
     def statistics(self) -> dict[str, Any]:
         """Return pending pulls, published answers, and the traffic with each stage."""
@@ -223,7 +242,12 @@ class GlooLink:
         while (item := peer.outbox.get()) is not None:
             kind, make = item
             try:
-                self._send(peer, kind, *make())
+                head, pieces = make()
+            except Exception:
+                log.exception("a message to stage %d could not be made", peer.stage)
+                continue
+            try:
+                self._send(peer, kind, head, pieces)
             except Exception as error:  # noqa: BLE001 - the peer is gone; say so to who waits
                 self._lose(peer, f"sending to stage {peer.stage} failed: {error}")
                 return
@@ -231,7 +255,7 @@ class GlooLink:
     def _send(self, peer: _Peer, kind: int, head: bytes, pieces: list[torch.Tensor]) -> None:
         length = len(head) + sum(len(piece) for piece in pieces)
         frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
-        frame[: _PREFIX.size] = _as_tensor(_PREFIX.pack(kind, len(head), length))
+        frame[: _PREFIX.size] = _as_tensor(_PREFIX.pack(_MAGIC, kind, len(head), length))
         fits = length <= _FRAME_BYTES - _PREFIX.size
         body = frame[_PREFIX.size :] if fits else torch.empty(length, dtype=torch.uint8)
         position = len(head)
@@ -249,7 +273,12 @@ class GlooLink:
         while True:
             try:
                 dist.recv(frame, peer.rank, group=self._group)
-                kind, head_length, length = _PREFIX.unpack(_as_bytes(frame[: _PREFIX.size]))
+                magic, kind, head_length, length = _PREFIX.unpack(
+                    _as_bytes(frame[: _PREFIX.size])
+                )
+                if magic != _MAGIC:
+                    log.error("a malformed message from stage %d was dropped", peer.stage)
+                    continue
                 if length <= _FRAME_BYTES - _PREFIX.size:
                     body = frame[_PREFIX.size : _PREFIX.size + length].clone()
                 else:
@@ -303,18 +332,21 @@ class GlooLink:
         if size > self._most_bytes:
             text = f"it has {size} bytes, above the limit of {self._most_bytes}"
             return pickle.dumps((ticket, "error", text, b"")), []
-        return pickle.dumps((ticket, "value", "", header)), pieces
+        head = pickle.dumps((ticket, "value", "", header))
+        # A tensor must start at a multiple of its element's size; pickle ignores what follows it.
+        return head + bytes(-len(head) % _ALIGN), pieces
 
     def _resolve(self, ticket: int, answer: Answer) -> None:
         with self._lock:
-            _, pending = self._pending.pop(ticket)
-        pending.resolve(answer)
+            found = self._pending.pop(ticket, None)
+        if found is not None:  # else its request was released, or the peer was lost
+            found[-1].resolve(answer)
 
     def _lose(self, peer: _Peer, text: str) -> None:
         """Answer everybody who waits for ``peer``: it will not."""
         with self._lock:
-            peer.failure = text
-            lost = [ticket for ticket, (owner, _) in self._pending.items() if owner == peer.stage]
+            peer.failure = peer.failure or text
+            lost = [t for t, (owner, _, _) in self._pending.items() if owner == peer.stage]
         for ticket in lost:
             self._resolve(ticket, Answer("error", text))
 

@@ -6,6 +6,7 @@ isolation (values cross as bytes).
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
     from nnsight_pp.core.ask import AskKey
     from nnsight_pp.core.location import Location
+
+log = logging.getLogger(__name__)
 
 
 @final
@@ -63,7 +66,10 @@ class MemoryFabric:
             delay = self._delay_s()
             if delay > 0:
                 time.sleep(delay)
-            action()
+            try:
+                action()
+            except Exception:
+                log.exception("a message was dropped")
 
     def close(self) -> None:
         """Stop the wires."""
@@ -83,6 +89,8 @@ class MemoryLink:
         self._bound_s = bound_s
         self._own = fabric.publications[stage]
         self.num_pulls = 0
+        self.num_pending = 0
+        self._lock = threading.Lock()
 
     def publish(self, key: AskKey, location: Location, value: Any) -> None:
         """See `core.protocols.Link`."""
@@ -100,14 +108,24 @@ class MemoryLink:
         self, key: AskKey, owner: int, location: Location, step: int, picks: Sequence[Any]
     ) -> PendingAnswer:
         """See `core.protocols.Link`."""
-        self.num_pulls += 1
+        with self._lock:
+            self.num_pulls += 1
+            self.num_pending += 1
         ran = f"stage {self._stage}"
         pending = PendingAnswer(location, step, owner, self._bound_s, ran)
         question = Question(key, str(location), step, tuple(picks))
 
+        def resolve(answer: Answer) -> None:
+            with self._lock:
+                self.num_pending -= 1
+            pending.resolve(answer)
+
         def reply(answer: Answer) -> None:
-            value = self._fabric.copy(answer.value)
-            self._fabric.post(self._stage, lambda: pending.resolve(Answer(answer.kind, value)))
+            try:
+                answer = Answer(answer.kind, self._fabric.copy(answer.value))
+            except Exception as error:  # noqa: BLE001 - raised again at the line that waits
+                answer = Answer("error", f"it cannot be sent ({type(error).__name__}: {error})")
+            self._fabric.post(self._stage, lambda: resolve(answer))
 
         table = self._fabric.publications[owner]
         self._fabric.post(owner, lambda: table.ask(question, reply))
@@ -121,3 +139,7 @@ class MemoryLink:
                 self._fabric.post(
                     peer, lambda table=table: table.released(request, self._stage)
                 )
+
+    def statistics(self) -> dict[str, int]:
+        """Return pending pulls and published answers."""
+        return {"pending": self.num_pending, **self._own.statistics()}

@@ -25,6 +25,9 @@ from nnsight_pp.errors import NotServedError, UnknownLocationError, explain
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+# The place of what comes after the forward; no stage has that many locations in it.
+_AFTER_FORWARD = 1 << 29
+
 
 class Span(NamedTuple):
     """The stages on which a module's inputs and its output are served."""
@@ -42,6 +45,9 @@ class StageMap:
         ran: For each stage, the paths of the modules that ran in a trial forward.
         silent: Paths that never run as a module call, with the reason and what to read instead.
         known: Every path of the whole tree.
+        order: The locations of each stage in the order in which a forward serves them, as far as
+            known. With it an ask against the order is refused at once, on every stage alike; a
+            location that a forward meets twice must be left out.
     """
 
     def __init__(
@@ -50,10 +56,18 @@ class StageMap:
         ran: Sequence[Iterable[str]],
         known: Iterable[str],
         silent: Mapping[str, str] | None = None,
+        order: Sequence[Sequence[Location]] = (),
     ) -> None:
         self._last_stage = len(real) - 1
         self._silent = dict(silent or {})
         self._spans: dict[str, Span] = {}
+        self._positions = {
+            location: position
+            for locations in order
+            for position, location in enumerate(locations)
+        }
+        for position, location in enumerate((LOGITS, SAMPLES)):
+            self._positions[location] = _AFTER_FORWARD + position
         ran_sets = [set(paths) for paths in ran]
         where_real: dict[str, list[int]] = {}
         for stage, paths in enumerate(real):
@@ -101,6 +115,10 @@ class StageMap:
                 )
             )
         return span.first if location.kind == "input" else span.last
+
+    def position_of(self, location: Location) -> int | None:
+        """Return the place of ``location`` in its stage's order, or None where it is not known."""
+        return self._positions.get(location)
 
     def span_of(self, path: str) -> Span | None:
         """Return the stages of the module at ``path``."""

@@ -41,9 +41,6 @@ class Answer:
     value: Any = None  # any served value, or a text
 
 
-Reply = "Callable[[Answer], None]"
-
-
 @dataclass(slots=True)
 class _Shelf:
     """One request's answers on this rank."""
@@ -74,12 +71,15 @@ class Publications:
         self._pick = pick
         self._lock = threading.Lock()
         self._shelves: dict[str, _Shelf] = {}
+        # Invariant: a request in here has no shelf, and gets none any more.
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def publish(self, key: AskKey, location: Location, value: Any) -> None:
         """Answer ``key``, and everybody who waits for it."""
         name = str(location)
         with self._lock:
+            if key.request in self._ended:
+                return
             shelf = self._shelf(key.request)
             shelf.values[key.number] = (name, value)
             waiting = shelf.waiting.pop(key.number, ())
@@ -89,6 +89,8 @@ class Publications:
     def close(self, request: str, step: int) -> None:
         """Answer "closed" to everybody who waits for a value of a step up to ``step``."""
         with self._lock:
+            if request in self._ended:
+                return
             shelf = self._shelf(request)
             shelf.closed = max(shelf.closed, step)
             late = self._take(shelf, lambda question: question.step <= step)
@@ -98,8 +100,10 @@ class Publications:
     def fail(self, request: str, text: str) -> None:
         """Answer an error to everybody who waits, and to later questions without a value."""
         with self._lock:
+            if request in self._ended:
+                return
             shelf = self._shelf(request)
-            shelf.failure = text
+            shelf.failure = shelf.failure or text
             late = self._take(shelf, lambda _: True)
         for _, reply in late:
             reply(Answer("error", text))
@@ -144,6 +148,8 @@ class Publications:
     def end(self, request: str) -> None:
         """Say that the request is over here: what was not answered yet never will be."""
         with self._lock:
+            if request in self._ended:
+                return
             shelf = self._shelf(request)
             shelf.is_over = True
             late = self._take(shelf, lambda _: True)

@@ -1,22 +1,31 @@
-"""Give every object a `.save()`.
+"""Give the values that blocks handle a `.save()`.
 
-Blocks write `value.save()` on tensors, tuples and lists alike. A method that every object has can
-only live on `object`, whose dictionary CPython hides behind a read-only view; the view's one
-referent is the dictionary itself.
+Blocks write `value.save()` on tensors, tuples, lists and numbers alike, so these types get a
+method. Not `object`: libraries walk the `dir()` of their own classes and stumble over a name that
+they did not put there (torch 2.13's inductor generates code for it, anyio refuses to define the
+class). A served value of any other type gets the method when it is served.
 
-CAUTION: anyio refuses to define a class whose `dir()` holds a name without an annotation, so it
-is imported first where it is installed.
+A built-in type's dictionary hides behind a read-only view; the view's one referent is the
+dictionary itself.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
-import importlib
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from nnsight_pp.core.saved import save
+
+T = TypeVar("T")
+_BUILT_IN = (
+    list, dict, tuple, set, frozenset, str, bytes, int, float, complex, type(None),
+    torch.dtype, torch.device,
+)  # fmt: skip
+# Types that have the method, or one of their own of that name.
+_mounted: set[type] = set()
 
 
 def _save(self: Any) -> Any:
@@ -24,12 +33,30 @@ def _save(self: Any) -> Any:
     return save(self)
 
 
+_save.__name__ = _save.__qualname__ = "save"
+
+
+def _mount(kind: type) -> None:
+    if not hasattr(kind, "save"):
+        try:
+            type.__setattr__(kind, "save", _save)
+        except TypeError:  # a type written in C
+            names: dict[str, Any] = gc.get_referents(kind.__dict__)[0]
+            names["save"] = _save
+            ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
+    _mounted.add(kind)
+
+
 def mount_save() -> None:
-    """Add `.save()` to every object, once per process."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("anyio")
-    if "save" not in object.__dict__:
-        names: dict[str, Any] = gc.get_referents(object.__dict__)[0]
-        _save.__name__ = _save.__qualname__ = "save"
-        names["save"] = _save
-        ctypes.pythonapi.PyType_Modified(ctypes.py_object(object))
+    """Add `.save()` to tensors and to Python's own value types, once per process."""
+    for kind in (torch.Tensor, *_BUILT_IN):
+        if kind not in _mounted:
+            _mount(kind)
+
+
+def savable(value: T) -> T:
+    """Return ``value``, whose type has a `.save()` from now on."""
+    kind = type(value)
+    if kind not in _mounted:
+        _mount(kind)
+    return value

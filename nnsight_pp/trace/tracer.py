@@ -21,6 +21,7 @@ from nnsight_pp.interleave.steps import Steps
 from nnsight_pp.interleave.worker import current_worker, running_worker
 from nnsight_pp.trace.capture import BodyGuard, BodySkipped, block_at, forget_skip
 from nnsight_pp.trace.deliver import deliver
+from nnsight_pp.trace.mount import savable
 from nnsight_pp.trace.names import Names, names_of
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class BlockTracer:
         """What the traced call returned. The last thing that a block can read."""
         worker = current_worker("`tracer.result`")
         assert worker.turns is not None
-        return worker.turns.read(worker, RESULT)
+        return savable(worker.turns.read(worker, RESULT))
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ def merge_reports(reports: Sequence[Report]) -> Report:
     return Report(
         request=ordered[0].request,
         stage=ordered[0].stage,
+        trace=ordered[0].trace,
         saved=_merge_names([report.saved for report in ordered], is_partial=is_partial),
         grown=_merge_names([report.grown for report in ordered], is_partial=is_partial),
         failure=failure,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import cloudpickle
 
@@ -12,9 +13,6 @@ from nnsight_pp.core.report import Elsewhere, Failure, Report
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.errors import RankDivergenceError, ValueUnavailableError
 from nnsight_pp.wire.value_codec import from_bytes, to_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def encode_reports(reports: list[Report]) -> bytes:
@@ -45,14 +43,14 @@ def _sendable(report: Report) -> Report:
             failure = failure or failure_of(unsent, "", report.stage, 0)
         else:
             saved[name] = value
-    return Report(report.request, report.stage, saved, {}, failure, report.warnings)
+    return replace(report, saved=saved, grown={}, failure=failure)
 
 
-def without_remote(value: Any, owner_of: Callable[[Any], int]) -> Any:
+def without_remote(value: Any) -> Any:
     """Return ``value`` with each remote leaf replaced by `Elsewhere`."""
     return map_leaves(
         value,
-        lambda leaf: Elsewhere(owner_of(leaf)) if issubclass(type(leaf), RemoteValue) else leaf,
+        lambda leaf: Elsewhere() if issubclass(type(leaf), RemoteValue) else leaf,
     )
 
 

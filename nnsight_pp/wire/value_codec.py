@@ -105,7 +105,6 @@ def from_bytes(data: bytes) -> Any:
     start = _LENGTH.size
     (length,) = _LENGTH.unpack_from(data)
     header = data[start : start + length]
-    payload = torch.empty(len(data) - start - length, dtype=torch.uint8)
-    if len(payload):
-        payload.copy_(torch.frombuffer(memoryview(data)[start + length :], dtype=torch.uint8))
+    elements = bytearray(memoryview(data)[start + length :])
+    payload = torch.frombuffer(elements, dtype=torch.uint8) if elements else torch.empty(0)
     return decode(header, payload)

@@ -1,4 +1,4 @@
-"""A worker parks inside `torch.ones_like`; the model then warns, allocates and runs operators."""
+"""Workers park inside torch calls; the model then warns, allocates and runs a collective."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import greenlet
 import torch
 
 from nnsight_pp.interleave import thread_state
+from nnsight_pp.interleave.extension import load_extension
 
 state = thread_state.load()
-extension = thread_state.load_extension()
+extension = load_extension()
 
 
 def filled(args: Any, value: torch.Tensor) -> Any:
@@ -45,9 +46,12 @@ def model_runs() -> None:
     layer = torch.nn.Linear(64, 64)
     with torch.inference_mode():
         for _ in range(3):
-            layer(torch.ones(8, 64))
+            torch.distributed.all_reduce(layer(torch.ones(8, 64)))
 
 
+torch.distributed.init_process_group(
+    "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+)
 workers = [(state.new_slot(True), greenlet.greenlet(block)) for _ in range(4)]
 for slot, worker in workers:
     state.switch(slot, worker, ())
@@ -59,4 +63,5 @@ for turn in range(30):
             assert result == [3.0, 9.0, 7.0] * 10, result
 assert all(worker.dead for _, worker in workers)
 extension.warn("the model warns again")
+torch.distributed.destroy_process_group()
 print("ok")

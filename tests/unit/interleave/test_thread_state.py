@@ -7,11 +7,9 @@ import gc
 import random
 import sys
 import threading
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import greenlet
@@ -21,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nnsight_pp.errors import ExtensionBuildError
 from nnsight_pp.interleave import thread_state
+from nnsight_pp.interleave.extension import load_extension
 
-extension = thread_state.load_extension()
+extension = load_extension()
 state = thread_state.load()
 
 
@@ -455,6 +453,39 @@ def test_workers_parked_inside_vmap_do_not_meet() -> None:
     assert [worker.switch() for worker in workers] == [[0.0] * 3, [2.0] * 3, [4.0] * 3]
 
 
+def test_workers_parked_inside_a_backward_pass_finish_their_own() -> None:
+    """torch keeps one queue of backward work per thread; without the exchange this hangs."""
+
+    def block(scale: float) -> list[float]:
+        def hook(grad: torch.Tensor) -> torch.Tensor:
+            inside.append(greenlet.getcurrent())
+            return grad * park()
+
+        x = torch.full((2,), scale, requires_grad=True)
+        y = x * 2
+        y.register_hook(hook)
+        y.sum().backward()
+        return x.grad.tolist()
+
+    def model_runs_backward() -> list[float]:
+        weight = torch.ones(2, requires_grad=True)
+        (weight * 3).sum().backward()
+        return weight.grad.tolist()
+
+    inside: list[greenlet.greenlet] = []
+    workers = [Worker(block) for _ in range(3)]
+    for worker in workers:
+        worker.switch(1.0)
+        assert model_runs_backward() == [3.0, 3.0]
+    assert [worker.switch(factor) for factor, worker in enumerate(workers)] == [
+        [0.0, 0.0],
+        [2.0, 2.0],
+        [4.0, 4.0],
+    ]
+    assert inside == [worker.greenlet for worker in workers]
+    assert model_runs_backward() == [3.0, 3.0]
+
+
 def test_autocast_nesting_counts_for_each_side_alone() -> None:
     def block() -> None:
         with torch.autocast("cpu"):
@@ -565,7 +596,7 @@ def test_random_workers_see_the_same_as_with_plain_snapshots(seed: int) -> None:
     assert ours == drive(seed, plain_switch)
 
 
-# ---- misuse, the opt-out and the build -------------------------------------------------------
+# ---- misuse, the opt-out, the stream ---------------------------------------------------------
 
 
 def test_a_running_worker_cannot_be_switched_to() -> None:
@@ -627,72 +658,30 @@ def test_opting_out_switches_plainly_and_forbids_parks_in_torch(
     assert torch.is_grad_enabled()
 
 
-@pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Put a shell script in the place of g++; `$OUT` is the file that it should write."""
-    # The real one takes 0.5 s to import, and only tells where headers are.
-    found = types.SimpleNamespace(include_paths=lambda: ["inc"], library_paths=lambda: ["lib"])
-    monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", found)
+def test_stream_that_a_worker_left_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a device: the two calls into torch.cuda are played by a variable."""
+    now = [(0, 0, 1)]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(thread_state, "_current_stream", lambda: now[0])
+    monkeypatch.setattr(thread_state, "_set_stream", lambda stream: now.__setitem__(0, stream))
+    switch = thread_state._keeping_stream(state.switch)
 
-    def install(script: str) -> Path:
-        path = tmp_path / "c++"
-        prelude = 'while [ "$1" != -o ]; do shift; done; OUT=$2\n'
-        path.write_text(f"#!/bin/sh\n{prelude}{script}\n")
-        path.chmod(0o755)
-        monkeypatch.setenv("CXX", str(path))
-        return tmp_path / "cache"
+    def block() -> None:
+        park(now[0])
+        now[0] = (7, 0, 1)
+        park(now[0])
+        seen = now[0]
+        now[0] = (0, 0, 1)
+        park(seen)
 
-    return install
-
-
-def test_eight_ranks_compile_once(compiler: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = compiler(f'echo run >> {tmp_path}/log; sleep 0.1; echo built > "$OUT"')
-    paths: list[Path] = []
-    ranks = [
-        threading.Thread(target=lambda: paths.append(thread_state.build(folder))) for _ in range(8)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert (tmp_path / "log").read_text() == "run\n"
-    assert len(set(paths)) == 1
-    assert len(paths) == 8
-    assert paths[0].read_text() == "built\n"
-    assert sorted(path.name for path in folder.iterdir()) == [paths[0].name, "lock"]
-
-
-def test_failed_build_shows_the_compilers_words(compiler: Callable[[str], Path]) -> None:
-    folder = compiler('echo "x.cpp:3:9: error: no such thing" >&2; echo half > "$OUT"; exit 1')
-    with pytest.raises(ExtensionBuildError) as raised:
-        thread_state.build(folder)
-    assert "x.cpp:3:9: error: no such thing" in str(raised.value)
-    assert "apt install g++" in str(raised.value)
-    # Nothing half-written is left for the next process to load.
-    assert [path.name for path in folder.iterdir()] == ["lock"]
-
-
-def test_failed_build_names_the_headers_of_python(compiler: Callable[[str], Path]) -> None:
-    folder = compiler('echo "fatal error: Python.h: No such file or directory" >&2; exit 1')
-    with pytest.raises(ExtensionBuildError, match="python3-dev"):
-        thread_state.build(folder)
-
-
-def test_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ExtensionBuildError, match=r"no-such-compiler.*on PATH"):
-        thread_state.build(tmp_path)
-
-
-def test_held_lock_is_waited_for_within_a_bound(
-    compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = compiler('echo built > "$OUT"')
-    monkeypatch.setattr(thread_state, "_LOCK_BOUND_S", 0.1)
-    folder.mkdir()
-    with (
-        thread_state._locked(folder / "lock"),
-        pytest.raises(ExtensionBuildError, match="Another process"),
-    ):
-        thread_state.build(folder)
-    assert thread_state.build(folder).exists()
+    slot, worker = state.new_slot(True), greenlet.greenlet(block)
+    assert switch(slot, worker, ()) == (0, 0, 1)
+    assert switch(slot, worker, ()) == (7, 0, 1)
+    assert now[0] == (0, 0, 1)
+    assert not slot.is_clean
+    assert switch(slot, worker, ()) == (7, 0, 1)
+    now[0] = (5, 0, 1)
+    switch(slot, worker, ())
+    assert now[0] == (5, 0, 1)
+    assert worker.dead
+    assert slot.is_clean

@@ -1,0 +1,1 @@
+"""The vLLM engine: the only folder that imports vllm."""

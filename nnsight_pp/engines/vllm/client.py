@@ -1,0 +1,359 @@
+"""`VLLM`: a model on a vLLM engine, as the user holds it.
+
+The tree is on the meta device, so nothing is loaded until the first run. A trace sends each block
+with its request, lets vLLM generate, collects one report from each stage, merges them, and writes
+the saved names into the user's frame.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import pickle
+import uuid
+import warnings
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm import LLM
+from vllm.engine.arg_utils import EngineArgs
+
+from nnsight_pp.engines.vllm import compat, machine
+from nnsight_pp.engines.vllm.ledger import apply_change
+from nnsight_pp.engines.vllm.prompts import prompt_of, sampling_params
+from nnsight_pp.engines.vllm.tree import VLLMTree, name_of
+from nnsight_pp.errors import (
+    ConfigurationError,
+    EngineDiedError,
+    EngineError,
+    InternalError,
+    explain,
+)
+from nnsight_pp.interleave import thread_state
+from nnsight_pp.trace.raised import exception_of
+from nnsight_pp.trace.tracer import Invocation, Tracer
+from nnsight_pp.wire.block_codec import BlockMessage, encode_block
+from nnsight_pp.wire.merge import merge_reports
+from nnsight_pp.wire.report_codec import decode_reports
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from nnsight_pp.core.report import Report
+
+log = logging.getLogger(__name__)
+_WORKER = "nnsight_pp.engines.vllm.rank.RankWorker"
+_FORCED = {
+    # One round of a request at a time: a rank that opens round k knows that all have finished
+    # the rounds before it.
+    "async_scheduling": False,
+    "worker_cls": _WORKER,
+}
+
+
+class VLLM(VLLMTree):
+    """A model on a vLLM engine, split over pipeline stages.
+
+    Args:
+        repo_or_path: A Hugging Face repository name, or a folder.
+        pipeline_parallel_size: How many stages the layers are split over.
+        tensor_parallel_size: How many ranks split each layer.
+        dtype: Of the weights and activations.
+        max_model_len: Tokens of the longest sequence. Default: the model's own, at most 4096.
+        dispatch: Start the engine now. Default: at the first run.
+        **engine_args: Any other argument of `vllm.LLM`.
+
+    Raises:
+        ConfigurationError: An engine argument that tracing cannot work with.
+        MachineError: Too little memory for the ranks.
+    """
+
+    def __init__(
+        self,
+        repo_or_path: str,
+        *,
+        pipeline_parallel_size: int = 1,
+        tensor_parallel_size: int = 1,
+        dtype: str | torch.dtype = "auto",
+        max_model_len: int | None = None,
+        dispatch: bool = False,
+        **engine_args: Any,
+    ) -> None:
+        _check_arguments(tensor_parallel_size, engine_args)
+        self._num_ranks = pipeline_parallel_size * tensor_parallel_size
+        self._arguments = {
+            "model": str(repo_or_path),
+            "pipeline_parallel_size": pipeline_parallel_size,
+            "tensor_parallel_size": tensor_parallel_size,
+            "dtype": dtype,
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "disable_log_stats": True,
+            **engine_args,
+            **_FORCED,
+        }
+        self._llm: LLM | None = None
+        self._stage_of: dict[str, Any] = {}
+        self._close_at_exit: Any = None
+        with self._environment():
+            length = _max_model_len(self._arguments, max_model_len)
+            self._arguments["max_model_len"] = length
+            self._arguments.setdefault("max_num_batched_tokens", max(2048, length))
+            config = EngineArgs(**self._arguments).create_engine_config()
+            self._size_cache(config)
+            module = compat.meta_model(config)
+        super().__init__(module, self._own_tokenizer)
+        if dispatch:
+            self.dispatch()
+
+    # -- the engine ----------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _environment(self) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(machine.engine_environment())
+            if compat.IS_CPU:
+                stack.enter_context(machine.cpu_environment(self._num_ranks))
+            yield
+
+    def _size_cache(self, config: Any) -> None:
+        if not compat.IS_CPU:
+            return
+        given = self._arguments.get("kv_cache_memory_bytes")
+        size = given or machine.kv_cache_bytes(
+            config.model_config.hf_text_config,
+            self._arguments["pipeline_parallel_size"],
+            self._arguments["max_model_len"],
+        )
+        machine.check_machine(self._num_ranks, size, is_sized_by_user=given is not None)
+        self._arguments["kv_cache_memory_bytes"] = size
+
+    @property
+    def dispatched(self) -> bool:
+        """Whether the engine is up."""
+        return self._llm is not None
+
+    def dispatch(self) -> VLLM:
+        """Start the engine, if it is not up yet. Takes 15 to 60 s.
+
+        Raises:
+            EngineError: It did not start; vLLM's own words are in its output.
+        """
+        if self._llm is not None:
+            return self
+        thread_state.load()  # built once here, found by every rank
+        with self._environment(), machine.hidden_main():
+            try:
+                self._llm = LLM(**self._arguments)
+            except Exception as error:
+                raise EngineError(
+                    explain(
+                        f"The engine did not start: {error}",
+                        why="vLLM's own output above says more; VLLM_LOGGING_LEVEL=INFO shows all.",
+                        todo="Check the engine arguments, cores and memory.",
+                    )
+                ) from error
+        self._close_at_exit = weakref.finalize(self, _shut_down, self._llm)
+        atexit.register(self._close_at_exit)
+        for answer in self._call("nnsight_describe"):
+            _, _, spans = pickle.loads(answer)
+            self._stage_of = spans
+        return self
+
+    def close(self) -> None:
+        """End the engine and its processes. The next run would start a new one."""
+        if self._llm is not None:
+            self._llm = None
+            atexit.unregister(self._close_at_exit)
+            self._close_at_exit()
+            self._stage_of = {}
+
+    def __enter__(self) -> VLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _own_tokenizer(self) -> Any:
+        from vllm.tokenizers import get_tokenizer
+
+        return get_tokenizer(
+            self._arguments.get("tokenizer") or self._arguments["model"],
+            trust_remote_code=bool(self._arguments.get("trust_remote_code")),
+        )
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """Call ``method`` on every rank; return their answers by rank."""
+        if self._llm is None:
+            raise ConfigurationError("The engine is not up: run a trace, or call `dispatch()`.")
+        answers = self._llm.collective_rpc(method, args=args)
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, dict) and "error" in answer:
+                raise InternalError(f"rank {rank} failed in {method}:\n{answer['error']}")
+        return answers
+
+    def statistics(self) -> list[dict[str, Any]]:
+        """Return, for each rank, what is alive there and what crossed to it.
+
+        ``tracked`` and ``requests``: requests still known; ``workers``: live workers; ``parked``:
+        asks that wait; ``published``: kept answers; ``pending``: pulls on their way; ``traffic``:
+        pulls and bytes by other stage, since the start.
+        """
+        return [pickle.loads(answer) for answer in self._call("nnsight_statistics")]
+
+    def request_counts(self) -> list[int]:
+        """Return, for each rank, how many traced requests it still tracks."""
+        return [one["tracked"] for one in self.statistics()]
+
+    # -- runs ----------------------------------------------------------------------------------
+
+    def trace(self, *inputs: Any, **options: Any) -> Tracer:
+        """Run one prompt, or one for each `tracer.invoke(prompt)`, with blocks beside the model.
+
+        Args:
+            *inputs: One prompt: a string, token ids, a tokenizer's output, or a vLLM prompt.
+            **options: vLLM's sampling parameters, such as ``temperature`` and ``max_tokens``.
+        """
+
+        def run(tracer: Tracer, invocations: list[Invocation]) -> BaseException | None:
+            self.dispatch()
+            return self._run(invocations, {} if inputs else options)
+
+        return Tracer(run, inputs, options, has_input=bool(inputs))
+
+    def generate(self, prompts: Any, **options: Any) -> list[Any]:
+        """Generate without a block: what vLLM returns, on the same engine.
+
+        Args:
+            prompts: One prompt or a list of them.
+            **options: vLLM's sampling parameters.
+        """
+        self.dispatch()
+        assert self._llm is not None
+        return self._llm.generate(prompts, sampling_params(options, None), use_tqdm=False)
+
+    def _run(
+        self, invocations: Sequence[Invocation], options: dict[str, Any]
+    ) -> BaseException | None:
+        """Run the invocations as one batch of requests; fill what they bound."""
+        assert self._llm is not None
+        traces = [uuid.uuid4().hex for _ in invocations]
+        prompts, params, shipped = [], [], []
+        for trace, invocation in zip(traces, invocations, strict=True):
+            names = invocation.names.look_up(invocation.block.reads())
+            saved = tuple(name for name, value in names.items() if value in invocation.saves)
+            message = BlockMessage(
+                trace, invocation.block, names, saved, torch.is_grad_enabled()
+            )
+            data = encode_block(message, lambda obj: name_of(self, obj))
+            merged = {**options, **invocation.kwargs}
+            prompts.append(prompt_of(invocation.inputs, trace))
+            params.append(sampling_params(merged, pickle.dumps((trace, data))))
+            shipped.append(names)
+        outputs: list[Any] = [None] * len(traces)
+        try:
+            outputs = self._llm.generate(prompts, params, use_tqdm=False)
+        except Exception as error:
+            self._check_alive(error)
+            raise
+        finally:
+            results = [None if output is None else pickle.dumps(output) for output in outputs]
+            reports = self._collect(list(zip(traces, results, strict=True)))
+        return self._settle(invocations, shipped, traces, reports)
+
+    def _collect(self, wanted: list[tuple[str, bytes | None]]) -> dict[str, list[Report]]:
+        """Return the stages' reports by trace."""
+        found: dict[str, list[Report]] = {}
+        for answer in self._call("nnsight_collect", pickle.dumps(wanted)):
+            for report in decode_reports(answer) if answer else []:
+                found.setdefault(report.trace, []).append(report)
+        return found
+
+    def _settle(
+        self,
+        invocations: Sequence[Invocation],
+        shipped: Sequence[dict[str, Any]],
+        traces: Sequence[str],
+        reports: dict[str, list[Report]],
+    ) -> BaseException | None:
+        """Fill `Invocation.bound`, change outer objects, warn; return the first error."""
+        first: BaseException | None = None
+        for trace, invocation, names in zip(traces, invocations, shipped, strict=True):
+            if trace not in reports:
+                raise InternalError(f"no stage reported on trace {trace}")
+            report = merge_reports(reports[trace])
+            invocation.is_saved = True
+            invocation.bound = report.saved
+            for name, change in report.grown.items():
+                apply_change(names[name], change)
+            for text in report.warnings:
+                warnings.warn(text, UserWarning, stacklevel=6)
+            if report.failure is not None and first is None:
+                first = exception_of(report.failure)
+        return first
+
+    def _check_alive(self, error: Exception) -> None:
+        if type(error).__name__ == "EngineDeadError":
+            raise EngineDiedError(
+                explain(
+                    "The engine has died.",
+                    why=f"vLLM says: {error}",
+                    todo="`model.close()`, and run again; its output above says what happened.",
+                )
+            ) from error
+
+    def _note_of(self, path: str) -> str:
+        below = [span for name, span in self._stage_of.items() if name.startswith(f"{path}.")]
+        span = self._stage_of.get(path)
+        if span is None:
+            return ""
+        # A list of modules is never called, so only what it holds says where it is.
+        first, last = (min(below)[0], max(one[1] for one in below)) if below else span
+        return f"stage {first}" if first == last else f"stages {first}-{last}"
+
+
+def _shut_down(llm: LLM) -> None:
+    """End the processes of ``llm``."""
+    with contextlib.suppress(Exception):
+        llm.llm_engine.engine_core.shutdown()
+
+
+def _max_model_len(arguments: dict[str, Any], given: int | None) -> int:
+    if given is not None:
+        return given
+    from vllm.transformers_utils.config import get_config
+
+    config = get_config(
+        arguments["model"], trust_remote_code=bool(arguments.get("trust_remote_code"))
+    )
+    text = config.get_text_config()
+    return min(getattr(text, "max_position_embeddings", 4096), 4096)
+
+
+def _check_arguments(tensor_parallel_size: int, engine_args: dict[str, Any]) -> None:
+    if tensor_parallel_size != 1:
+        raise ConfigurationError(
+            explain(
+                f"tensor_parallel_size={tensor_parallel_size} is not supported yet.",
+                why="A rank would serve its own part of a value as if it were the whole.",
+                todo="Use pipeline_parallel_size to spread the model.",
+            )
+        )
+    for name in ("speculative_config", "spec_method", "spec_model"):
+        if engine_args.get(name):
+            raise ConfigurationError(f"{name} is not supported: a step must sample one token.")
+    for name, value in _FORCED.items():
+        if name in engine_args and engine_args[name] != value:
+            raise ConfigurationError(
+                explain(
+                    f"{name}={engine_args[name]!r} cannot be used with tracing.",
+                    why=f"nnsight_pp needs {name}={value!r}.",
+                    todo="Leave the argument out.",
+                )
+            )
+    if engine_args.get("enforce_eager") is False:
+        raise ConfigurationError("enforce_eager=False is not supported yet: steps run eagerly.")
+    if engine_args.get("data_parallel_size", 1) != 1:
+        raise ConfigurationError("data_parallel_size is not supported.")

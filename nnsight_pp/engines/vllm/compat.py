@@ -1,0 +1,208 @@
+"""Every name of vLLM that a version may move, in one place.
+
+Made for vLLM 0.32. Each entry says where it stands there. What 0.33 changes is noted beside it.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import vllm.distributed.parallel_state as groups
+from vllm.config import CompilationMode
+from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.platforms import current_platform
+from vllm.sequence import IntermediateTensors
+from vllm.utils.torch_utils import set_default_torch_dtype
+
+from nnsight_pp.core.location import ROOT
+from nnsight_pp.envoys.serve_point import module_paths
+from nnsight_pp.parallel.place import Place
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# vllm 0.32.0 distributed/parallel_state.py: one module global per group.
+_GROUP_NAMES = (
+    "_WORLD", "_INNER_DP_WORLD", "_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PP", "_DP", "_EP", "_EPLB",
+    "_PCP",
+)  # fmt: skip
+IS_CPU = current_platform.is_cpu()
+
+
+def worker_base() -> type:
+    """Return vLLM's own class of the processes that hold the model, for this platform."""
+    if IS_CPU:
+        from vllm.v1.worker.cpu_worker import CPUWorker
+
+        return CPUWorker
+    from vllm.v1.worker.gpu_worker import Worker
+
+    return Worker
+
+
+def place_of_this_rank() -> Place:
+    """Return where this process stands. Call it after vLLM's groups were made."""
+    stages, tp = groups.get_pp_group(), groups.get_tp_group()
+    return Place(stages.rank_in_group, stages.world_size, tp.rank_in_group, tp.world_size)
+
+
+def columns() -> list[list[int]]:
+    """Return the global ranks of each tensor-parallel column, stage by stage.
+
+    Source: vllm 0.32.0 parallel_state.py:initialize_model_parallel orders ranks by stage, then by
+    tensor-parallel rank.
+    """
+    place = place_of_this_rank()
+    found = [
+        [stage * place.tp_size + column for stage in range(place.num_stages)]
+        for column in range(place.tp_size)
+    ]
+    assert list(groups.get_pp_group().ranks) in found, "vLLM orders its ranks in another way"
+    return found
+
+
+def this_rank() -> int:
+    """Return the global rank of this process."""
+    return groups.get_world_group().rank
+
+
+def exchange(value: Any) -> list[Any]:
+    """Return every rank's ``value``, by global rank. A collective of all ranks."""
+    world = groups.get_world_group()
+    gathered: list[Any] = [None] * world.world_size
+    torch.distributed.all_gather_object(gathered, value, group=world.cpu_group)
+    return gathered
+
+
+def real_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the modules that this rank really has, by path.
+
+    Source: vllm 0.32.0 models/utils.py:PPMissingLayer stands where another stage's module would.
+    """
+    return {
+        path: module
+        for path, module in module_paths(model).items()
+        if not isinstance(module, PPMissingLayer)
+    }
+
+
+class _OneRank:
+    """Stands for every group of a world of one, while a tree is built on the meta device."""
+
+    world_size = 1
+    rank = rank_in_group = local_rank = 0
+    first_rank = last_rank = 0
+    is_first_rank = is_last_rank = True
+    ranks = (0,)
+    device_group = cpu_group = None
+    unique_name = "nnsight_pp"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a model asked its parallel group for {name!r} while being built")
+
+
+@contextmanager
+def _one_rank_world() -> Iterator[None]:
+    """Let vLLM's layers believe in a world of one process. No group is made or touched."""
+    kept = {name: getattr(groups, name) for name in _GROUP_NAMES if hasattr(groups, name)}
+    ropes = dict(rotary_embedding._ROPE_DICT)
+    stub = _OneRank()
+    try:
+        # A rotary embedding on the meta device must never be found by a real model, nor the
+        # other way round: vllm 0.32.0 layers/rotary_embedding/__init__.py:get_rope caches them.
+        rotary_embedding._ROPE_DICT.clear()
+        for name in kept:
+            setattr(groups, name, stub)
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(groups, name, value)
+        rotary_embedding._ROPE_DICT.clear()
+        rotary_embedding._ROPE_DICT.update(ropes)
+
+
+def meta_model(vllm_config: Any) -> torch.nn.Module:
+    """Return the whole model, as one process would hold it, on the meta device.
+
+    Cost: no weights; some 50 ms for 30 layers.
+    """
+    config = copy.deepcopy(vllm_config)
+    parallel = config.parallel_config
+    parallel.tensor_parallel_size = parallel.pipeline_parallel_size = parallel.world_size = 1
+    parallel.rank = 0
+    parallel.enable_expert_parallel = False
+    # Layers register themselves here and refuse a name twice.
+    config.compilation_config.static_forward_context = {}
+    config.compilation_config.static_all_moe_layers = []
+    config.compilation_config.mode = CompilationMode.NONE
+    with (
+        _one_rank_world(),
+        set_default_torch_dtype(config.model_config.dtype),
+        torch.device("meta"),
+    ):
+        return initialize_model(vllm_config=config)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """One request's part in a step, from the scheduler's output: alike on every rank.
+
+    Attributes:
+        request: vLLM's own id.
+        step: The round: how many tokens were sampled for it before.
+        num_tokens: How many of its tokens run in this step.
+        num_computed: How many were computed before.
+        new: vLLM's data of a request that is scheduled for the first time, else None.
+    """
+
+    request: str
+    step: int
+    num_tokens: int
+    num_computed: int
+    new: Any = None
+
+
+def scheduled(output: Any) -> list[Scheduled]:
+    """Return the requests of a step.
+
+    Source: vllm 0.32.0 v1/core/sched/output.py:SchedulerOutput. `num_output_tokens` is the round,
+    and survives preemption.
+    """
+    counts = output.num_scheduled_tokens
+    found = [
+        Scheduled(new.req_id, 0, counts[new.req_id], new.num_computed_tokens, new)
+        for new in output.scheduled_new_reqs
+    ]
+    cached = output.scheduled_cached_reqs
+    found += [
+        Scheduled(request, step, counts[request], computed)
+        for request, step, computed in zip(
+            cached.req_ids, cached.num_output_tokens, cached.num_computed_tokens, strict=True
+        )
+    ]
+    return found
+
+
+def batch_rows(runner: Any) -> list[tuple[str, int, int]]:
+    """Return request, first row and end row of each request of the running forward.
+
+    Source: vllm 0.32.0 v1/worker/gpu_model_runner.py: `input_batch.req_ids` is the order of the
+    rows, which is not the scheduler's.
+    """
+    batch = runner.input_batch
+    starts = runner.query_start_loc.np
+    return [
+        (request, int(starts[index]), int(starts[index + 1]))
+        for index, request in enumerate(batch.req_ids[: batch.num_reqs])
+    ]
+
+
+def is_intermediate(value: object) -> bool:
+    """Whether ``value`` is what a stage hands to the next one."""
+    return isinstance(value, IntermediateTensors)

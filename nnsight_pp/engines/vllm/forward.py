@@ -1,0 +1,66 @@
+"""What tracing adds to vLLM's model runner, whichever one it is.
+
+The runner object is vLLM's own; its class is replaced by a subclass of itself after it was made,
+so nothing of vLLM is patched. Each method does vLLM's work and, in a step that holds a traced
+request, calls the rank's side before or after it.
+
+Source: vllm 0.32.0 v1/worker/gpu_model_runner.py: `_model_forward`, `sample_tokens`, `_sample`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nnsight_pp.engines.vllm import compat
+
+if TYPE_CHECKING:
+    from nnsight_pp.engines.vllm.side import RankSide
+
+
+class TracingRunner:
+    """Mixed into the runner's class. See the module's text."""
+
+    nnsight_side: RankSide | None = None
+
+    def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
+        side = self.nnsight_side
+        forward = super()._model_forward  # type: ignore[misc]
+        if side is None or not side.is_tracing:
+            return forward(*args, **kwargs)
+        rows = compat.batch_rows(self)
+        positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
+        side.enter_forward(rows, positions.shape[-1])
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            side.leave_forward(rows)
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        """Offer the logits, sample, and close the step."""
+        side = self.nnsight_side
+        sample = super().sample_tokens  # type: ignore[misc]
+        if side is None or not side.is_tracing:
+            return sample(*args, **kwargs)
+        state = self.execute_model_state  # type: ignore[attr-defined]
+        if state is not None:
+            logits = side.serve_logits(state.logits)
+            self.execute_model_state = state._replace(logits=logits)
+        try:
+            return sample(*args, **kwargs)
+        finally:
+            side.end_step()
+
+    def _sample(self, *args: Any, **kwargs: Any) -> Any:
+        side = self.nnsight_side
+        output = super()._sample(*args, **kwargs)  # type: ignore[misc]
+        if side is not None and side.is_tracing:
+            output.sampled_token_ids = side.serve_samples(output.sampled_token_ids)
+        return output
+
+
+def add_tracing(runner: Any, side: RankSide) -> None:
+    """Let ``runner`` trace for ``side``."""
+    kind = type(runner)
+    if not issubclass(kind, TracingRunner):
+        runner.__class__ = type(f"Tracing{kind.__name__}", (TracingRunner, kind), {})
+    runner.nnsight_side = side

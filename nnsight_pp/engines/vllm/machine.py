@@ -1,0 +1,126 @@
+"""What the CPU build of vLLM needs from the machine, found out and set for the user.
+
+* One entry of cores per rank, or vLLM refuses to start with more than one.
+* An explicit size of the KV cache, or vLLM reserves nearly all memory for each rank.
+* Ranks that are spawned must not run the user's main module again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import contextmanager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from nnsight_pp.errors import MachineError, explain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_BIND = "VLLM_CPU_OMP_THREADS_BIND"
+_MIN_KV_BYTES = 256 << 20
+# How many sequences of full length the KV cache holds when the user does not say.
+_SEQUENCES = 16
+_BYTES_PER_RANK = 1 << 30
+
+
+def core_binding(num_ranks: int, cores: list[int]) -> str:
+    """Return the cores of each rank, in vLLM's form; ranks share cores when there are too few.
+
+    >>> core_binding(2, [0, 1, 2, 3])
+    '0,1|2,3'
+    >>> core_binding(3, [0, 1])
+    '0|1|0'
+    """
+    if num_ranks >= len(cores):
+        return "|".join(str(cores[rank % len(cores)]) for rank in range(num_ranks))
+    each = len(cores) // num_ranks
+    groups = [cores[rank * each : (rank + 1) * each] for rank in range(num_ranks)]
+    return "|".join(",".join(map(str, group)) for group in groups)
+
+
+def kv_cache_bytes(config: Any, num_stages: int, max_model_len: int) -> int:
+    """Return how much KV cache a stage needs for some full-length sequences.
+
+    Args:
+        config: The model's Hugging Face text configuration.
+        num_stages: How many stages share the layers.
+        max_model_len: Tokens of the longest sequence.
+    """
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = -(-config.num_hidden_layers // num_stages)
+    per_token = 2 * layers * heads * size * 4
+    return max(_MIN_KV_BYTES, _SEQUENCES * max_model_len * per_token)
+
+
+def check_machine(num_ranks: int, kv_bytes: int, *, is_sized_by_user: bool) -> None:
+    """Raise `MachineError` where the memory cannot hold the ranks."""
+    available = psutil.virtual_memory().available
+    wanted = num_ranks * (kv_bytes + _BYTES_PER_RANK)
+    if wanted > available:
+        hint = "kv_cache_memory_bytes" if is_sized_by_user else "max_model_len"
+        raise MachineError(
+            explain(
+                f"{num_ranks} ranks need about {wanted / 2**30:.1f} GiB of memory, and "
+                f"{available / 2**30:.1f} GiB are available.",
+                why=f"Each holds {kv_bytes / 2**30:.2f} GiB of KV cache and about "
+                f"{_BYTES_PER_RANK / 2**30:.0f} GiB beside the weights.",
+                todo=f"Use fewer ranks or a smaller {hint}.",
+            )
+        )
+
+
+@contextmanager
+def cpu_environment(num_ranks: int) -> Iterator[None]:
+    """Set what vLLM's CPU backend reads from the environment, unless the user has."""
+    names = {
+        _BIND: core_binding(num_ranks, sorted(os.sched_getaffinity(0))),
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    }
+    with _set_by_default(names if num_ranks > 1 else {}):
+        yield
+
+
+@contextmanager
+def engine_environment() -> Iterator[None]:
+    """Choose vLLM's V1 runner and spawned processes, quiet unless the user wants its log."""
+    with _set_by_default(
+        {
+            "VLLM_USE_V2_MODEL_RUNNER": "0",
+            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+    ):
+        yield
+
+
+@contextmanager
+def _set_by_default(names: dict[str, str]) -> Iterator[None]:
+    fresh = [name for name in names if name not in os.environ]
+    try:
+        for name in fresh:
+            os.environ[name] = names[name]
+        yield
+    finally:
+        for name in fresh:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def hidden_main() -> Iterator[None]:
+    """Let processes that are spawned inside start without the user's main module.
+
+    multiprocessing runs the parent's main module again in each child, which is why scripts need a
+    `__main__` guard. The ranks need nothing of it: blocks travel as source.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

@@ -1,0 +1,219 @@
+"""The process that holds one rank's part of the model.
+
+vLLM builds it from the name in `worker_cls` (vLLM calls these processes workers; here they are
+ranks). It is vLLM's own class for the platform, with tracing set up when the model is loaded and
+warm, and with the remote calls that the client makes. Remote calls never raise: they answer with a
+text under ``error``.
+
+Source: vllm 0.32.0 v1/worker/worker_base.py; v1/executor/multiproc_executor.py:get_response.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nnsight_pp.core.tree import map_leaves
+from nnsight_pp.engines.vllm import compat
+from nnsight_pp.engines.vllm.forward import add_tracing
+from nnsight_pp.engines.vllm.ledger import Ledger
+from nnsight_pp.engines.vllm.side import RankSide
+from nnsight_pp.engines.vllm.tree import VLLMTree, object_of
+from nnsight_pp.envoys.envoy import Envoy
+from nnsight_pp.envoys.gate import Gate
+from nnsight_pp.envoys.serve_point import fired_paths, install_serve_points
+from nnsight_pp.interleave import thread_state
+from nnsight_pp.interleave.clock import StepClock
+from nnsight_pp.interleave.interleaver import Interleaver
+from nnsight_pp.parallel.gloo_link import GlooLink, new_group
+from nnsight_pp.parallel.lazy import LazyRemoteTensor, pick
+from nnsight_pp.parallel.owners import StageMap
+from nnsight_pp.parallel.publications import Publications
+from nnsight_pp.trace.mount import mount_save
+from nnsight_pp.wire.value_codec import decode, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from nnsight_pp.parallel.place import Place
+
+log = logging.getLogger(__name__)
+_NEVER_CALLED = (
+    "vLLM uses this module's weights without calling it. `model.logits` holds the logits of a "
+    "step, and a module's parent or neighbours hold its inputs and outputs."
+)
+
+
+def _answers(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn what ``call`` raises into an answer: see the module's text."""
+
+    def answering(*args: Any) -> Any:
+        try:
+            return call(*args)
+        except Exception:
+            log.exception("nnsight_pp: a remote call failed")
+            return {"error": traceback.format_exc()}
+
+    answering.__name__ = call.__name__
+    answering.__doc__ = call.__doc__
+    return answering
+
+
+class _Rank(compat.worker_base()):  # type: ignore[misc]
+    """One rank of an engine that traces."""
+
+    nnsight_side: RankSide | None = None
+    _stages: StageMap
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up as vLLM does, then set up tracing. A collective of all ranks."""
+        times = super().compile_or_warm_up_model()
+        self._set_up_tracing()
+        return times
+
+    def _set_up_tracing(self) -> None:
+        mount_save()
+        switch = thread_state.load()
+        place = compat.place_of_this_rank()
+        runner = self.model_runner
+        model = runner.get_model()
+        real = compat.real_modules(model)
+        ran = fired_paths(real, self._trial_forward(runner, place))
+        meta = compat.meta_model(self.vllm_config)
+        self._stages = _stage_map(place, real, ran, meta)
+        root = VLLMTree(meta, self._load_tokenizer)
+        _hold_real(root, real)
+        gate = Gate()
+        install_serve_points(real, gate)
+        link = self._link(place)
+        clock = StepClock()
+        turns = Interleaver(
+            clock,
+            switch,
+            stage=place.stage,
+            owners=self._stages,
+            link=link,
+            make_lazy=LazyRemoteTensor,
+            snapshot=host_copy,
+            where=str(place),
+        )
+        ledger = Ledger(turns, switch, lambda name: object_of(root, name), place.stage, link)
+        self.nnsight_side = RankSide(place, clock, turns, ledger, gate, link)
+        add_tracing(runner, self.nnsight_side)
+
+    def _trial_forward(self, runner: Any, place: Place) -> Iterator[None]:
+        """Run the model once on a dummy token, to see which modules run here.
+
+        It also makes the buffers that a later stage receives activations in, which vLLM leaves out
+        in eager mode (vllm 0.32.0 gpu_model_runner.py:_dummy_run allocates them).
+        """
+        with torch.inference_mode():
+            hidden, _ = runner._dummy_run(1, is_profile=True)
+            if place.stage == place.num_stages - 1:
+                runner.get_model().compute_logits(hidden[:1])
+        yield
+
+    def _link(self, place: Place) -> GlooLink | None:
+        if place.num_stages == 1:
+            return None
+        columns = compat.columns()
+        group = new_group(columns, compat.this_rank())
+        peers = [stage for stage in range(place.num_stages) if stage != place.stage]
+        return GlooLink(
+            place.stage,
+            columns[place.tp_rank],
+            group,
+            Publications(peers, pick),
+            encode=encode,
+            decode=decode,
+            bound_s=float(os.environ.get("NNSIGHT_PP_PULL_TIMEOUT_S", "60")),
+            most_bytes=int(os.environ.get("NNSIGHT_PP_MOST_PULL_BYTES", str(2 << 30))),
+            ran=str(place),
+        )
+
+    def _load_tokenizer(self) -> Any:
+        from vllm.tokenizers import get_tokenizer
+
+        config = self.vllm_config.model_config
+        return get_tokenizer(config.tokenizer, trust_remote_code=config.trust_remote_code)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Open the step for its traced requests, then do vLLM's work."""
+        side = self.nnsight_side
+        if side is not None and scheduler_output.total_num_scheduled_tokens > 0:
+            side.begin_step(scheduler_output)
+        return super().execute_model(scheduler_output)
+
+    def shutdown(self) -> None:
+        """Leave the link, then stop as vLLM does."""
+        if self.nnsight_side is not None:
+            self.nnsight_side.stop()
+        super().shutdown()
+
+    # -- the client's remote calls -------------------------------------------------------------
+
+    def _require_side(self) -> RankSide:
+        if self.nnsight_side is None:
+            raise RuntimeError("tracing is not set up on this rank")
+        return self.nnsight_side
+
+    @_answers
+    def nnsight_collect(self, wanted: bytes) -> Any:
+        """Return the reports of the traces in ``wanted``."""
+        return self._require_side().collect(pickle.loads(wanted))
+
+    @_answers
+    def nnsight_statistics(self) -> Any:
+        """Return what is alive on this rank."""
+        return pickle.dumps(self._require_side().statistics())
+
+    @_answers
+    def nnsight_describe(self) -> Any:
+        """Return where this rank stands, and which stages own what."""
+        side = self._require_side()
+        spans = {path: self._stages.span_of(path) for path in self._stages.paths()}
+        return pickle.dumps((side.place, os.getpid(), spans))
+
+
+def _stage_map(
+    place: Place, real: dict[str, torch.nn.Module], ran: set[str], meta: torch.nn.Module
+) -> StageMap:
+    """Exchange what is real and what ran on each rank; derive the owner of each path."""
+    facts = compat.exchange((place.stage, place.tp_rank, sorted(real), sorted(ran)))
+    by_stage = sorted(fact for fact in facts if fact[1] == 0)
+    known = sorted({*compat.module_paths(meta), *(path for fact in facts for path in fact[2])})
+    all_real = {path for fact in facts for path in fact[2]}
+    all_ran = {path for fact in facts for path in fact[3]}
+    silent = dict.fromkeys(all_real - all_ran, _NEVER_CALLED)
+    return StageMap(
+        [fact[2] for fact in by_stage], [fact[3] for fact in by_stage], known, silent
+    )
+
+
+def _hold_real(root: Envoy, real: dict[str, torch.nn.Module]) -> None:
+    """Let the nodes of this rank's own modules look at the real ones."""
+    for node in root.nodes():
+        node.look_at(real.get(node.path))
+
+
+def host_copy(value: Any) -> Any:
+    """Return ``value`` with every tensor copied to the host, on the calling thread.
+
+    The link's threads send it later, and must not touch a device's stream.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        return map_leaves(
+            value,
+            lambda leaf: (
+                leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
+            ),
+        )
+
+
+class RankWorker(_Rank):
+    """The name that goes into vLLM's `worker_cls`."""

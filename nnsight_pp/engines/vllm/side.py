@@ -1,0 +1,218 @@
+"""A rank's side of tracing: what happens around each step, and what never escapes from it.
+
+Everything here is called from vLLM's own calls (`execute_model`, the forward, sampling, a
+collective RPC). An exception that leaves one of them on one rank wedges the whole engine, so each
+entry point catches what our own code raises and puts it on the requests that it concerns.
+
+Source: vllm 0.32.0 v1/executor/multiproc_executor.py: only one rank's reply is awaited.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from typing import TYPE_CHECKING, Any, final
+
+from nnsight_pp.core.location import LOGITS, SAMPLES, Location
+from nnsight_pp.core.rows import Rows, TokenCut
+from nnsight_pp.engines.vllm import compat
+from nnsight_pp.errors import ConfigurationError, InternalError, explain
+from nnsight_pp.wire.report_codec import encode_reports
+
+if TYPE_CHECKING:
+    from nnsight_pp.core.report import Report
+    from nnsight_pp.engines.vllm.ledger import Ledger, TracedRequest
+    from nnsight_pp.envoys.gate import Gate
+    from nnsight_pp.interleave.clock import StepClock
+    from nnsight_pp.interleave.interleaver import Interleaver
+    from nnsight_pp.parallel.gloo_link import GlooLink
+    from nnsight_pp.parallel.place import Place
+
+log = logging.getLogger(__name__)
+PAYLOAD = "nnsight_pp"
+
+
+@final
+class RankSide:
+    """Tracing on one rank.
+
+    Args:
+        place: Where this rank stands.
+        clock: The rank's clock; opened and closed through ``turns``.
+        turns: Runs the workers.
+        ledger: The traced requests.
+        gate: Arms the serve points.
+        link: The link to the other stages, or None with one stage.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        clock: StepClock,
+        turns: Interleaver,
+        ledger: Ledger,
+        gate: Gate,
+        link: GlooLink | None,
+    ) -> None:
+        self.place = place
+        self._clock = clock
+        self._turns = turns
+        self._ledger = ledger
+        self._gate = gate
+        self._link = link
+        # The traced requests of the step that runs now, with its number.
+        self._batch: list[tuple[TracedRequest, int]] = []
+
+    @property
+    def is_tracing(self) -> bool:
+        """Whether the step that runs now holds a traced request."""
+        return bool(self._batch)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage computes logits and samples."""
+        return self.place.stage == self.place.num_stages - 1
+
+    # -- before the forward --------------------------------------------------------------------
+
+    def begin_step(self, output: Any) -> None:
+        """Take in new requests, bring awaited values, and open the step of each traced request."""
+        self._batch = []
+        for item in compat.scheduled(output):
+            traced = self._ledger.get(item.request)
+            try:
+                if traced is None and item.new is not None:
+                    traced = self._take_in(item)
+                if traced is None or traced.error is not None:
+                    continue
+                self._batch.append((traced, item.step))
+                self._turns.catch_up(item.request)
+                self._check_whole(traced, item)
+                if traced.error is None:
+                    self._turns.open_step(item.request, item.step)
+            except Exception as error:
+                self._broke("opening a step", error, traced)
+
+    def _take_in(self, item: compat.Scheduled) -> TracedRequest | None:
+        params = item.new.sampling_params
+        extra = None if params is None else params.extra_args
+        payload = None if not extra else extra.get(PAYLOAD)
+        if payload is None:
+            return None
+        trace, data = pickle.loads(payload)
+        return self._ledger.add(item.request, trace, item.new.prompt_len, data)
+
+    def _check_whole(self, traced: TracedRequest, item: compat.Scheduled) -> None:
+        """Refuse a prompt that the scheduler has cut into pieces."""
+        wanted = traced.prompt_len + item.step
+        if item.num_computed + item.num_tokens >= wanted and (
+            item.step > 0 or item.num_computed == 0
+        ):
+            return
+        self._ledger.fail(
+            traced,
+            ConfigurationError(
+                explain(
+                    f"The prompt of {traced.prompt_len} tokens was split across steps by chunked "
+                    f"prefill or the prefix cache: {item.num_tokens} tokens after "
+                    f"{item.num_computed} computed ones.",
+                    why="A block must never take a piece of a prompt for the whole.",
+                    todo="Build the engine with enable_chunked_prefill=False and "
+                    "max_num_batched_tokens of at least the longest prompt.",
+                    ran=str(self.place),
+                )
+            ),
+        )
+
+    # -- in the forward ------------------------------------------------------------------------
+
+    def enter_forward(self, rows: list[tuple[str, int, int]], total: int) -> None:
+        """Arm the serve points, each traced request with its rows of ``total``."""
+        steps = {traced.request: (traced, step) for traced, step in self._batch}
+        for request, start, end in rows:
+            if request in steps:
+                traced, step = steps[request]
+                # A preempted request is recomputed as one slab: its step's rows are the last.
+                count = traced.prompt_len if step == 0 else 1
+                self._cut(traced, Rows(max(start, end - count), min(count, end - start), total))
+        self._gate.serve = self._serve
+
+    def leave_forward(self, rows: list[tuple[str, int, int]]) -> None:
+        """Close the step; on the last stage go on to its logits, one row for each request."""
+        if not self.is_last:
+            self.end_step()
+            return
+        steps = {traced.request: traced for traced, _ in self._batch}
+        for index, (request, _, _) in enumerate(rows):
+            if request in steps:
+                self._cut(steps[request], Rows(index, 1, len(rows)))
+
+    def end_step(self) -> None:
+        """Disarm the serve points and close the step of each traced request."""
+        self._gate.serve = None
+        self._gate.running.clear()
+        for traced, step in self._batch:
+            self._cut(traced, None)
+            try:
+                self._turns.close_step(traced.request, step)
+            except Exception as error:
+                self._broke("closing a step", error, traced)
+        self._batch = []
+
+    def serve_logits(self, logits: Any) -> Any:
+        """Offer the step's logits ``[requests, vocabulary]``; return what is sampled from."""
+        return self._serve(LOGITS, logits)
+
+    def serve_samples(self, samples: Any) -> Any:
+        """Offer the sampled ids ``[requests, 1]``; return those that the engine goes on with."""
+        return self._serve(SAMPLES, samples)
+
+    def _serve(self, location: Location, value: Any) -> Any:
+        try:
+            return self._turns.serve(location, value)
+        except Exception as error:
+            self._broke(f"serving {location}", error, *[traced for traced, _ in self._batch])
+            return value
+
+    def _cut(self, traced: TracedRequest, rows: Rows | None) -> None:
+        if traced.worker is not None:
+            traced.worker.cut = None if rows is None else TokenCut(rows)
+
+    def _broke(self, doing: str, error: Exception, *traced: TracedRequest | None) -> None:
+        """Put a failure of our own on the requests that it concerns."""
+        log.exception("nnsight_pp failed while %s on %s", doing, self.place, exc_info=error)
+        for one in traced:
+            if one is not None:
+                text = f"nnsight_pp failed while {doing} ({type(error).__name__}: {error})"
+                self._ledger.fail(one, InternalError(f"{text} [{self.place}]"))
+
+    # -- after a request -----------------------------------------------------------------------
+
+    def collect(self, wanted: list[tuple[str, bytes | None]]) -> bytes:
+        """End the requests of these traces; return this stage's reports of them.
+
+        Args:
+            wanted: The client's name of each trace with its pickled result, or None for one that
+                was aborted.
+        """
+        reports: list[Report] = []
+        for trace, result in wanted:
+            value = None if result is None else pickle.loads(result)
+            reports += [
+                self._ledger.close(traced, value) for traced in self._ledger.of_trace(trace)
+            ]
+        return encode_reports(reports) if self.place.is_lead else b""
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what is alive on this rank."""
+        link = self._link.statistics() if self._link is not None else {}
+        return {"stage": self.place.stage, "tp_rank": self.place.tp_rank} | {
+            "tracked": len(self._ledger),
+            **self._turns.statistics(),
+            **link,
+        }
+
+    def stop(self) -> None:
+        """Leave the link."""
+        if self._link is not None:
+            self._link.stop()
