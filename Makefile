@@ -17,7 +17,7 @@ FOLDERS_harness := tests/harness
 FOLDERS_engine := tests/engine
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test lint format clean $(addprefix test-,$(TIERS))
+.PHONY: help setup model demo test lint format sanitize clean $(addprefix test-,$(TIERS))
 
 help:  ## List the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | column -t -s @
@@ -54,6 +54,9 @@ lint: $(READY)  ## Check style, types, import direction and spelling
 format: $(READY)  ## Let ruff repair what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+sanitize: $(READY)  ## Run the extension's tests under AddressSanitizer
+	sh csrc/sanitize.sh $(BIN)/python
 
 clean:  ## Remove .venv and everything built; the user's cache stays
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -109,7 +109,7 @@ class Engine {
 };
 
 inline std::vector<HiddenVariable*> variables_without_accessor() {
-  inline std::vector<HiddenVariable*> variables = {
+  std::vector<HiddenVariable*> variables = {
       &pybind_frame_variable, &numbers_as_tensors_variable, &entry_keys_variable};
   for (HiddenVariable& variable : engine_variables) variables.push_back(&variable);
   return variables;

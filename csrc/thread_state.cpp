@@ -30,7 +30,8 @@
 //   CUDA device and stream                    NO                        thread_state.py
 //   autograd engine: graph task, depth, queue NO, and no accessor       Held (hidden_tls.hpp)
 //   jit tracing state, legacy vmap level,     NO                        not exchanged
-//     c10's fake mode (2.14, used by nobody)
+//     c10d's current group, c10's fake mode
+//     (2.14, used by nobody)
 //   profiler sub-queues, sequence numbers,    NO                        harmless: caches, counters
 //     kernel caches, workspaces
 //
@@ -61,7 +62,7 @@ using nnsight_pp::Words;
 // ---------------------------------------------------------------------------------------------
 // Module state. Never freed: torch's own statics may be gone when the process ends.
 
-Words clean_words;                               // of a thread that has done nothing
+Words clean_words;                                  // of a thread that has done nothing
 const at::ThreadLocalState* clean_state = nullptr;  // the same, for full snapshots
 PyTypeObject* slot_type = nullptr;
 PyObject* set_eval_frame = nullptr;  // Dynamo's, or null where this torch has none
@@ -69,12 +70,12 @@ bool full_snapshots = !compat::state_is_known();
 
 struct Slot {
   PyObject_HEAD
-  Words fresh;                                 // what a new worker starts with
-  Words words;                                 // what to install at the next switch
-  Held* held;                                  // never null
+  Words fresh;                                   // what a new worker starts with
+  Words words;                                   // what to install at the next switch
+  Held* held;                                    // never null
   std::unique_ptr<at::ThreadLocalState>* state;  // full snapshots only; never null
-  PyObject* eval_frame;                        // Dynamo's callback, or null for none
-  PyObject* stream;                            // for thread_state.py: CUDA stream left behind
+  PyObject* eval_frame;                          // Dynamo's callback, or null for none
+  PyObject* stream;                              // for thread_state.py: CUDA stream left behind
   bool is_running;
 };
 

@@ -21,6 +21,7 @@ from nnsight_pp.errors import (
     ExtensionBuildError,
     InternalError,
     MachineError,
+    NNsightDeprecationWarning,
     NNsightError,
     NotServedError,
     NotSupportedError,
@@ -39,13 +40,16 @@ from nnsight_pp.parallel.lazy import LazyRemoteTensor
 from nnsight_pp.trace.mount import mount_save
 
 if TYPE_CHECKING:
+    from nnsight_pp.engines.language import LanguageModel, TransformersModel
     from nnsight_pp.engines.local import NNsight
     from nnsight_pp.engines.vllm.client import VLLM
 
 __version__ = "0.1.0"
 
 _ENGINES = {
+    "LanguageModel": "nnsight_pp.engines.language",
     "NNsight": "nnsight_pp.engines.local",
+    "TransformersModel": "nnsight_pp.engines.language",
     "VLLM": "nnsight_pp.engines.vllm.client",
 }
 
@@ -60,9 +64,11 @@ __all__ = [
     "Envoy",
     "ExtensionBuildError",
     "InternalError",
+    "LanguageModel",
     "LazyRemoteTensor",
     "MachineError",
     "NNsight",
+    "NNsightDeprecationWarning",
     "NNsightError",
     "NotServedError",
     "NotSupportedError",
@@ -73,6 +79,7 @@ __all__ = [
     "RankDivergenceError",
     "RowsError",
     "SaveOutsideTraceError",
+    "TransformersModel",
     "UnknownLocationError",
     "ValueUnavailableError",
     "WithBlockNotFoundError",

@@ -121,6 +121,10 @@ class EarlyStopException(NNsightError):
     """Leave a block early (`tracer.stop()`). Swallowed by the run."""
 
 
+class NNsightDeprecationWarning(FutureWarning):
+    """A name that still works and has a better one. Shown by default, unlike Python's own."""
+
+
 class Where(NamedTuple):
     """A line of the user's block."""
 

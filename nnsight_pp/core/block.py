@@ -2,20 +2,28 @@
 
 The text is the file's own lines, indentation included, and it is compiled at its own line numbers,
 so a traceback on any rank shows the user's file and line, and a multi-line string keeps every
-character. Where the text comes from is `trace.capture`.
+character. Where the text comes from is `trace.capture`; what the compiler must be told so that
+the text means what it meant in its function is `core.meaning`.
 """
 
 from __future__ import annotations
 
 import ast
+import dis
+import io
 import linecache
-import symtable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from nnsight_pp.core.meaning import as_in_function, bound_names, read_names, refuse_leaving
+
 if TYPE_CHECKING:
     from types import CodeType
+
+_DO_NOTHING = frozenset({"CACHE", "LOAD_CONST", "NOP", "RESUME", "RETURN_CONST", "RETURN_VALUE"})
+# Put into every scope by Python or by `Scope`, and bound by no block.
+_OF_THE_SCOPE = frozenset({"__builtins__", "__name__"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +35,35 @@ class Block:
         first_line: Line number of the first line of ``source``.
         source: The body's lines with their indentation.
         name: Name of the function that holds the `with`.
+        flags: The `from __future__` imports of the file, as flags of `compile`.
     """
 
     filename: str
     first_line: int
     source: str
     name: str
+    flags: int = 0
 
     def code(self) -> CodeType:
-        """Return the compiled block. Names that it binds land in the scope it is run in."""
+        """Return the compiled block. Names that it binds land in the scope it is run in.
+
+        Raises:
+            SyntaxError: The block holds a statement that only its own function could run, such
+                as `return`; the error stands at the user's line.
+        """
         return _compiled(self).code
 
     def reads(self) -> frozenset[str]:
-        """Return the names that the block, or anything nested in it, looks up."""
+        """Return the names that the block, or anything nested in it, looks up around itself."""
         return _compiled(self).reads
 
     def binds(self) -> frozenset[str]:
         """Return the names that the block itself binds."""
         return _compiled(self).binds
+
+    def does_nothing(self) -> bool:
+        """Whether the block is compiled to nothing, as `pass` is."""
+        return _compiled(self).does_nothing
 
     def attributes(self) -> frozenset[str]:
         """Return every attribute name that the block mentions."""
@@ -53,8 +72,13 @@ class Block:
     def show_in_tracebacks(self) -> None:
         """Let this process's tracebacks show the block's lines where it has no such file."""
         if not linecache.getlines(self.filename):
-            lines = ["\n"] * (self.first_line - 1) + self.source.splitlines(keepends=True)
+            lines = ["\n"] * (self.first_line - 1) + lines_of(self.source)
             linecache.cache[self.filename] = (len(self.source), None, lines, self.filename)
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines of ``text`` with their ends, where the compiler sees them end."""
+    return io.StringIO(text).readlines()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +87,7 @@ class _Compiled:
     reads: frozenset[str]
     binds: frozenset[str]
     attributes: frozenset[str]
+    does_nothing: bool
 
 
 @lru_cache(maxsize=512)
@@ -72,26 +97,16 @@ def _compiled(block: Block) -> _Compiled:
     holder = ast.parse(text, block.filename).body[0]
     assert isinstance(holder, ast.If)
     module = ast.Module(body=holder.body, type_ignores=[])
-    code = compile(module, block.filename, "exec", dont_inherit=True)
-    code = code.replace(co_name=block.name, co_qualname=block.name)
-    table = symtable.symtable(text, block.filename, "exec")
-    binds = {
-        symbol.get_name()
-        for symbol in table.get_symbols()
-        if symbol.is_assigned() or symbol.is_imported()
-    }
+    refuse_leaving(module, block.filename, lines_of(text))
     attributes = {node.attr for node in ast.walk(module) if isinstance(node, ast.Attribute)}
-    reads = {
-        node.id
-        for node in ast.walk(module)
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store)
-    }
-    for node in ast.walk(module):
-        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
-            reads.add(node.target.id)
-        if isinstance(node, ast.Global):
-            reads.update(node.names)
-    return _Compiled(code, frozenset(reads), frozenset(binds), frozenset(attributes))
+
+    def compiled(tree: ast.Module) -> CodeType:
+        return compile(tree, block.filename, "exec", flags=block.flags, dont_inherit=True)
+
+    code = compiled(as_in_function(module, compiled))
+    code = code.replace(co_name=block.name, co_qualname=block.name)
+    nothing = all(one.opname in _DO_NOTHING for one in dis.get_instructions(code))
+    return _Compiled(code, read_names(code), bound_names(code), frozenset(attributes), nothing)
 
 
 class Scope(dict[str, Any]):
@@ -106,14 +121,29 @@ class Scope(dict[str, Any]):
     def __init__(self, *around: Any) -> None:  # mappings of names to the user's objects
         super().__init__()
         self._around = around
+        # The interpreter takes the module of a function or class from the globals' own entry.
+        try:
+            self["__name__"] = self.__missing__("__name__")
+        except KeyError:
+            self["__name__"] = "__main__"
 
     def own(self) -> dict[str, Any]:
         """Return a copy of the names that the block itself has bound so far."""
-        return dict(dict.items(self))
+        return {name: value for name, value in dict.items(self) if name not in _OF_THE_SCOPE}
+
+    def own_name(self, name: str) -> Any:
+        """Return what the block itself has bound to ``name`` so far.
+
+        Raises:
+            KeyError: It has not bound it.
+        """
+        if name in _OF_THE_SCOPE or not dict.__contains__(self, name):
+            raise KeyError(name)
+        return dict.__getitem__(self, name)
 
     def layers(self) -> tuple[Any, ...]:
-        """Return the own names, then what is around them, innermost first."""
-        return (_OwnNames(self), *self._around)
+        """Return the own names of now, then what is around them, innermost first."""
+        return (self.own(), *self._around)
 
     def __missing__(self, name: str) -> Any:
         for names in self._around:
@@ -122,17 +152,3 @@ class Scope(dict[str, Any]):
             except KeyError:
                 continue
         raise KeyError(name)
-
-
-class _OwnNames:
-    """The names of one scope alone, read as the block binds them."""
-
-    __slots__ = ("_scope",)
-
-    def __init__(self, scope: Scope) -> None:
-        self._scope = scope
-
-    def __getitem__(self, name: str) -> Any:
-        if not dict.__contains__(self._scope, name):
-            raise KeyError(name)
-        return dict.__getitem__(self._scope, name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from nnsight_pp.core.ask import AskKey
     from nnsight_pp.core.location import Location
@@ -108,16 +108,22 @@ class Cut(Protocol):
 class Switch(Protocol):
     """Exchange of the thread-local state around every greenlet switch."""
 
-    may_park_in_torch: bool
-
-    def new_slot(self, grad_enabled: bool) -> Any:
-        """Return a place for one worker's thread-local state."""
+    @property
+    def may_park_in_torch(self) -> bool:
+        """Whether a worker may park inside a torch call."""
         ...
 
-    def switch(self, slot: Any, greenlet: Any, args: tuple[Any, ...]) -> Any:
-        """Switch to ``greenlet`` and come back when it parks or ends."""
+    @property
+    def new_slot(self) -> Callable[[bool], Any]:
+        """Make a place for one worker's thread-local state: ``new_slot(grad_enabled)``."""
         ...
 
-    def throw(self, slot: Any, greenlet: Any, exception: BaseException) -> Any:
-        """Raise ``exception`` where ``greenlet`` is parked; come back likewise."""
+    @property
+    def switch(self) -> Callable[[Any, Any, tuple[Any, ...]], Any]:
+        """Switch to a worker, until it parks or ends: ``switch(slot, greenlet, args)``."""
+        ...
+
+    @property
+    def throw(self) -> Callable[[Any, Any, BaseException], Any]:
+        """Raise where a worker is parked; come back likewise: ``throw(slot, greenlet, error)``."""
         ...

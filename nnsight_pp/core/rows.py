@@ -26,7 +26,7 @@ class Rows(NamedTuple):
     """Which rows of a batch of ``total`` rows belong to one request."""
 
     start: int
-    count: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
     total: int
 
 
@@ -157,9 +157,7 @@ class TokenCut:
         if list(leaf.shape) != wanted:
             _refuse(f"shape {list(leaf.shape)} was assigned, and this request has {wanted}")
 
-    def put(
-        self, value: Any, served: Any, marks: list[tuple[Any, int]], *, assigned: bool
-    ) -> Any:
+    def put(self, value: Any, served: Any, marks: list[tuple[Any, int]], *, assigned: bool) -> Any:
         """Write edited copies back into the live rows; give replaced leaves fresh tensors.
 
         An edit in place also lands where the live tensor is shared, as it does in plain torch;
@@ -185,9 +183,7 @@ class TokenCut:
         if new is mark[0] and new._version == mark[1]:
             return live
         if not self._is_rows(live):
-            _refuse(
-                f"a tensor of shape {list(live.shape)} has no rows of its own for this request"
-            )
+            _refuse(f"a tensor of shape {list(live.shape)} has no rows of its own for this request")
         with torch.inference_mode(live.is_inference()), torch.no_grad():
             if new is not mark[0] or _overlaps_itself(live):
                 live = live.clone()
@@ -198,8 +194,7 @@ class TokenCut:
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
     """Tell whether two elements share memory (an expanded tensor), so that no write may land."""
     return any(
-        stride == 0 and size > 1
-        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
 
 

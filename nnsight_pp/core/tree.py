@@ -6,7 +6,9 @@ which is a leaf. Containers are rebuilt; leaves are what the callback returns fo
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,60 +25,74 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     A container whose leaves all stay the same objects is still rebuilt, so that the result
     shares no mutable container with ``value``.
     """
-    kind = type(value)
-    # CAUTION: a remote value answers `isinstance` by moving bytes, so its type is asked first.
-    if issubclass(kind, (torch.Tensor, RemoteValue)):
+    parts = children(value)
+    if parts is None:
         return change(value)
-    if kind is tuple:
-        return tuple([map_leaves(item, change) for item in value])
-    if kind is list:
-        return [map_leaves(item, change) for item in value]
-    if kind is dict:
-        return {key: map_leaves(item, change) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return kind(*[map_leaves(item, change) for item in value])
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(value, change)
-    if isinstance(value, dict):
-        return _map_mapping(value, change)
-    return change(value)
-
-
-def _map_dataclass(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Rebuild a dataclass without calling its ``__init__``, which may check or derive."""
-    fresh = object.__new__(type(value))
-    if isinstance(value, dict):  # transformers' ModelOutput is both
-        dict.update(fresh, {key: map_leaves(item, change) for key, item in value.items()})
-        for field in dataclasses.fields(value):
-            object.__setattr__(fresh, field.name, dict.get(fresh, field.name))
-        return fresh
-    for field in dataclasses.fields(value):
-        if hasattr(value, field.name):
-            item = map_leaves(getattr(value, field.name), change)
-            object.__setattr__(fresh, field.name, item)
-    return fresh
-
-
-def _map_mapping(value: dict[Any, Any], change: Callable[[Any], Any]) -> Any:
-    fresh = type(value).__new__(type(value))
-    for key, item in value.items():
-        dict.__setitem__(fresh, key, map_leaves(item, change))
-    return fresh
+    return rebuild(value, [map_leaves(part, change) for part in parts])
 
 
 def leaves(value: Any) -> Iterator[Any]:
     """Yield the leaves of ``value`` in the order in which `map_leaves` meets them."""
-    if issubclass(type(value), (torch.Tensor, RemoteValue)):
+    parts = children(value)
+    if parts is None:
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from leaves(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from leaves(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            if hasattr(value, field.name):
-                yield from leaves(getattr(value, field.name))
     else:
-        yield value
+        for part in parts:
+            yield from leaves(part)
+
+
+def children(value: Any) -> list[Any] | None:
+    """Return what the container ``value`` holds, in order; None for a leaf."""
+    # CAUTION: a remote value answers `isinstance` by moving bytes, so its type is asked.
+    kind = type(value)
+    if issubclass(kind, (torch.Tensor, RemoteValue)):
+        return None
+    if kind is tuple or kind is list or _is_named(kind):
+        return list(value)
+    if issubclass(kind, dict):
+        return list(value.values())
+    if dataclasses.is_dataclass(kind):
+        return [getattr(value, name) for name in _set_fields(value)]
+    return None
+
+
+def rebuild(value: Any, parts: list[Any]) -> Any:
+    """Return a container like ``value`` that holds ``parts`` in place of its `children`."""
+    kind = type(value)
+    if kind is list:
+        return parts
+    if kind is dict:
+        return dict(zip(value, parts, strict=True))
+    if issubclass(kind, tuple):
+        return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
+    if issubclass(kind, dict):
+        return _rebuilt_mapping(value, parts)
+    # Without calling `__init__`, which may check or derive.
+    fresh = copy.copy(value)
+    for name, part in zip(_set_fields(value), parts, strict=True):
+        object.__setattr__(fresh, name, part)
+    return fresh
+
+
+def _is_named(kind: type) -> bool:
+    """Tell named tuples, and torch's own (``torch.return_types.max``), from other subclasses."""
+    return issubclass(kind, tuple) and (
+        hasattr(kind, "_fields") or hasattr(kind, "n_sequence_fields")
+    )
+
+
+def _set_fields(value: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+
+
+def _rebuilt_mapping(value: dict[Any, Any], parts: list[Any]) -> Any:
+    """Rebuild a dict of another class; transformers' ModelOutput is a dataclass as well."""
+    fresh = copy.copy(value)
+    # CAUTION: `dict`'s own method would bypass the order that an OrderedDict keeps.
+    put = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
+    fields = set(_set_fields(value)) if dataclasses.is_dataclass(value) else set()
+    for key, part in zip(value, parts, strict=True):
+        put(fresh, key, part)  # type: ignore[arg-type]
+        if key in fields:
+            object.__setattr__(fresh, key, part)
+    return fresh

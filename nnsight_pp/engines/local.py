@@ -6,21 +6,22 @@ objects of the forward, edits land in them, and they stay in the autograd graph.
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+from greenlet import getcurrent
 
 from nnsight_pp.core.rows import BatchCut, Rows, WholeCut
+from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.envoys.envoy import Envoy
 from nnsight_pp.envoys.gate import Gate
 from nnsight_pp.envoys.serve_point import install_serve_points, module_paths
-from nnsight_pp.errors import ConfigurationError, explain
+from nnsight_pp.errors import ConfigurationError, UnknownLocationError, explain
 from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.clock import VisitClock
 from nnsight_pp.interleave.interleaver import Interleaver
 from nnsight_pp.interleave.worker import Worker
-from nnsight_pp.trace.clean import without_own_frames
+from nnsight_pp.trace.clean import raise_again
 from nnsight_pp.trace.tracer import Invocation, Tracer
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from nnsight_pp.core.protocols import Cut
 
 
-class _Abandoned(BaseException):
+class _AbandonedRun(BaseException):
     """Leaves the model's forward when a block has raised. Never reaches the user."""
 
 
@@ -44,6 +45,8 @@ class NNsight(Envoy):
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
         self._gate = Gate()
+        # The turns of the run that is on.
+        self._turns: Interleaver | None = None
         install_serve_points(module_paths(module), self._gate)
 
     def trace(
@@ -56,91 +59,138 @@ class NNsight(Envoy):
             fn: What is called instead of the module: a callable, or the name of its method.
             **kwargs: Named arguments of the call.
         """
+        return self._trace_from(self, inputs, {"fn": fn, **kwargs})
+
+    def _trace_from(self, node: Envoy, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer:
+        kwargs = dict(kwargs)
+        fn = kwargs.pop("fn", None)
 
         def run(tracer: Tracer, invocations: list[Invocation]) -> BaseException | None:
-            call = getattr(self._module, fn) if isinstance(fn, str) else fn or self._module
-            return self._run(call, invocations, kwargs)
+            module = node._module
+            if isinstance(fn, str):
+                return self._run(getattr(module, fn), module, invocations)
+            return self._run(module if fn is None else fn, module, invocations)
 
         return Tracer(run, inputs, kwargs, has_input=bool(inputs) or bool(kwargs))
 
+    def _has_new(self, node: Envoy) -> None:
+        # Anew for the whole tree: the new module may be one that the tree already holds.
+        self._gate = Gate()
+        install_serve_points(module_paths(self._module), self._gate)
+
+    def _check_worker(self, worker: Worker, location: Location) -> None:
+        if self._turns is None or worker.turns is not self._turns.asks:
+            raise UnknownLocationError(
+                explain(
+                    f"{location} of another model was used.",
+                    where=worker.where(),
+                    why="A block runs beside one model, the one whose `trace` it stands in.",
+                    todo="Save the value in the other model's trace, and use what was saved.",
+                )
+            )
+
     def _call_from_block(self, node: Envoy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        serve, self._gate.serve = self._gate.serve, None
-        try:
-            return node._module(*args, **kwargs)
-        finally:
-            self._gate.serve = serve
+        return node._module(*args, **kwargs)  # a run serves only what its own call computes
 
     def _run(
-        self,
-        call: Callable[..., Any],
-        invocations: list[Invocation],
-        options: dict[str, Any],
+        self, call: Callable[..., Any], module: torch.nn.Module, invocations: list[Invocation]
     ) -> None:
-        if self._gate.serve is not None:
+        if self._turns is not None:
             raise ConfigurationError(
                 explain(
                     "This model is already running a trace.",
-                    why="A trace of a model cannot run inside another trace of the same model.",
-                    todo="Put both into one trace, or wrap a copy of the model.",
+                    why="A trace of a model cannot run inside another trace of the same model, "
+                    "nor in another thread at the same time.",
+                    todo="Put both into one trace, or wrap the module a second time.",
                 )
             )
-        args, kwargs, cuts = batch(invocations, options)
-        turns = Interleaver(VisitClock(), thread_state.load())
-
-        def serve(location: Location, value: Any) -> Any:
-            value = turns.serve(location, value)
-            if turns.failed is not None:
-                raise _Abandoned
-            return value
-
-        workers = []
+        args, kwargs, cuts = batch(invocations)
+        args, kwargs = _on_device_of(module, (args, kwargs))
+        switch: Any = thread_state.load()
+        turns = self._turns = Interleaver(VisitClock(), switch)
+        workers: list[Worker] = []
         try:
-            result = None
             for number, (invocation, cut) in enumerate(zip(invocations, cuts, strict=True)):
                 worker = _worker(f"invoke {number}", invocation)
                 worker.cut = cut
                 workers.append(worker)
                 turns.add(worker)
             if turns.failed is None:
-                self._gate.serve = serve
+                self._gate.serve = _serving(turns)
                 result = call(*args, **kwargs)
-        except _Abandoned:
+                self._gate.serve = None
+                for worker in workers:
+                    turns.finish(worker.request, result)
+        except _AbandonedRun:
             pass
         finally:
             self._gate.serve = None
-            if turns.failed is None:
-                for worker in workers:
-                    turns.finish(worker.request, result)
+            self._gate.running.clear()
+            failed, turns.failed = turns.failed, None
             for worker in workers:
                 turns.drop(worker.request)
-        _settle(workers, invocations)
+                worker.memo = None  # a worker and its greenlet hold each other
+            self._turns = None
+        _settle(failed, workers, invocations)
+
+
+def _serving(turns: Interleaver) -> Callable[[Location, Any], Any]:
+    """Return what serves the values that the caller's own thread and turn compute."""
+    driver = getcurrent()
+
+    def serve(location: Location, value: Any) -> Any:
+        # Not in a call made by a block, nor by another thread: these are not part of the run.
+        if getcurrent() is not driver:
+            return value
+        value = turns.serve(location, value)
+        if turns.failed is not None:
+            raise _AbandonedRun
+        return value
+
+    return serve
 
 
 def _worker(request: str, invocation: Invocation) -> Worker:
-    code, scope = invocation.block.code(), invocation.scope
+    given = [invocation]
+
+    def run() -> None:
+        own = given.pop()  # the worker outlives its names
+        try:
+            exec(own.block.code(), own.scope)
+        finally:
+            own.is_over = True
+
     slot = thread_state.load().new_slot(torch.is_grad_enabled())
-    return Worker(
-        request,
-        lambda: exec(code, scope),
-        invocation.block.filename,
-        slot,
-        saves=invocation.saves,
-    )
+    return Worker(request, run, invocation.block.filename, slot, saves=invocation.saves)
 
 
-def _settle(workers: Sequence[Worker], invocations: Sequence[Invocation]) -> None:
-    """Raise what a block raised, else take what the blocks bound."""
-    for worker in workers:
-        if worker.error is not None:
-            raise without_own_frames(worker.error)
+def _settle(
+    failed: Worker | None, workers: Sequence[Worker], invocations: Sequence[Invocation]
+) -> None:
+    """Raise what the first block to fail raised, else take what the blocks bound."""
+    if failed is not None and failed.error is not None:
+        # The traceback of an error holds frames that hold its worker: let go of it here.
+        errors = [failed.error]
+        for worker in workers:
+            worker.error = None
+        raise_again(errors.pop())
     for worker, invocation in zip(workers, invocations, strict=True):
-        for text in worker.warnings:
-            warnings.warn(text, UserWarning, stacklevel=5)
+        invocation.warnings.extend(worker.warnings)
         invocation.take_bound()
 
 
+def _on_device_of(module: torch.nn.Module, value: Any) -> Any:
+    """Return ``value`` with its tensors on the device of the module's first parameter."""
+    first = next(module.parameters(), None)
+    if first is None:
+        return value
+    return map_leaves(
+        value, lambda leaf: leaf.to(first.device) if isinstance(leaf, torch.Tensor) else leaf
+    )
+
+
 def batch(
-    invocations: Sequence[Invocation], options: dict[str, Any]
+    invocations: Sequence[Invocation],
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[Cut]]:
     """Join the inputs of several invokes along their first dimension.
 
@@ -153,10 +203,15 @@ def batch(
     """
     given = [one for one in invocations if one.inputs or one.kwargs]
     if not given:
-        raise ConfigurationError("None of the invokes has an input.")
+        raise ConfigurationError(
+            explain(
+                "The trace needs an input, and none of its invokes has one.",
+                why="An invoke without an input sees the batch of the others.",
+                todo="Give at least one `tracer.invoke(...)` an input.",
+            )
+        )
     if len(given) == 1:
-        kwargs = {**options, **given[0].kwargs}
-        return given[0].inputs, kwargs, [WholeCut() for _ in invocations]
+        return given[0].inputs, given[0].kwargs, [WholeCut() for _ in invocations]
     sizes = [_num_rows(one) for one in given]
     total = sum(sizes)
     first = given[0]
@@ -171,15 +226,15 @@ def batch(
     kwargs = {name: _joined([one.kwargs[name] for one in given]) for name in first.kwargs}
     cuts: list[Cut] = []
     start = 0
+    left = iter(sizes)
     for one in invocations:
-        position = next((i for i, other in enumerate(given) if other is one), None)
-        if position is not None:
-            size = sizes[position]
+        if one.inputs or one.kwargs:
+            size = next(left)
             cuts.append(BatchCut(Rows(start, size, total)))
             start += size
         else:
             cuts.append(WholeCut())
-    return args, {**options, **kwargs}, cuts
+    return args, kwargs, cuts
 
 
 def _num_rows(invocation: Invocation) -> int:

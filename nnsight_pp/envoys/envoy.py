@@ -7,11 +7,15 @@ not know it looks up on the module, so parameters, settings and methods are wher
 from __future__ import annotations
 
 import difflib
+import warnings
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from nnsight_pp.core.location import ROOT, Location
-from nnsight_pp.errors import NotSupportedError, UnknownLocationError, explain
+from nnsight_pp.envoys.outline import outline
+from nnsight_pp.errors import NotSupportedError, UnknownLocationError, Where, explain
 from nnsight_pp.interleave.worker import current_worker, running_worker
 from nnsight_pp.parallel.lazy import first_input, with_first_input
 from nnsight_pp.trace.mount import savable
@@ -19,7 +23,10 @@ from nnsight_pp.trace.mount import savable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import torch
+    from nnsight_pp.interleave.worker import Worker
+
+# Names that a node serves or knows itself; a child of such a name is reached as `E_<name>`.
+_OWN = ("output", "input", "inputs", "parent", "path", "root")
 
 
 class Envoy:
@@ -37,11 +44,24 @@ class Envoy:
         self._parent = None if parent is None else weakref.ref(parent)
         self._input = Location(path, "input")
         self._output = Location(path, "output")
-        self._children: dict[str, Envoy] = {
-            name: Envoy(child, f"{path}.{name}", self)
-            for name, child in module._modules.items()
-            if child is not None
-        }
+        # An AttributeError that a value's getter raised; Python would look the name up instead.
+        self._raised: AttributeError | None = None
+        self._children: dict[str, Envoy] = {}
+        for name, child in module._modules.items():
+            if child is not None:
+                self._adopt(name, child)
+
+    def _adopt(self, name: str, module: torch.nn.Module) -> Envoy:
+        node = Envoy(module, f"{self._path}.{name}", self)
+        self._children[name] = node
+        if name in _OWN:
+            warnings.warn(
+                f"{self._path} has a module named {name!r}, which every node already serves: it "
+                f"is reached as `E_{name}`.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return node
 
     # -- the tree ------------------------------------------------------------------------------
 
@@ -64,16 +84,38 @@ class Envoy:
         return node
 
     def __getattr__(self, name: str) -> Any:
-        children = self.__dict__.get("_children")
+        known = self.__dict__
+        if (error := known.get("_raised")) is not None:
+            self._raised = None
+            raise error
+        children: dict[str, Envoy] | None = known.get("_children")
         if children is None:
             raise AttributeError(name)
         if name in children:
             return children[name]
+        if name.startswith("E_") and name[2:] in _OWN and name[2:] in children:
+            return children[name[2:]]
         try:
             value = getattr(self._module, name)
-        except AttributeError:
-            raise self._unknown(name) from None
+        except AttributeError as error:
+            # A property that fails has more to say than torch's word that it is not there.
+            if hasattr(type(self._module), name):
+                object.__getattribute__(self._module, name)
+            raise unknown(self, name) from error
+        if isinstance(value, torch.nn.Module):
+            return next((node for node in self.root.nodes() if node._module is value), value)
         return self.root._attribute_of(self, name, value)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a module on the mirrored module too, and mirror it; else set on this node alone."""
+        if name.startswith("_") or not issubclass(type(value), torch.nn.Module):
+            object.__setattr__(self, name, value)
+            return
+        setattr(self._module, name, value)
+        self.root._has_new(self._adopt(name, value))
+
+    def _has_new(self, node: Envoy) -> None:
+        """Take notice of a node that was added to the tree; asked of the root."""
 
     def _attribute_of(self, node: Envoy, name: str, value: Any) -> Any:
         """Return ``value``, found on the module of ``node``; a root may refuse it."""
@@ -93,10 +135,10 @@ class Envoy:
         elif isinstance(index, str):
             name = index
         else:
-            raise AttributeError(f"{self._path} has no child {index!r}")
+            raise unknown(self, f"[{index!r}]")
         child = self._children.get(name)
         if child is None:
-            raise self._unknown(f"[{index!r}]")
+            raise unknown(self, f"[{index!r}]", name)
         return child
 
     def __iter__(self) -> Iterator[Envoy]:
@@ -106,7 +148,21 @@ class Envoy:
         return len(self._module)  # type: ignore[arg-type]
 
     def __bool__(self) -> bool:
-        return True
+        return bool(self._module)
+
+    def to(self, *args: Any, **kwargs: Any) -> Envoy:
+        """Move or cast the module as `torch.nn.Module.to` does, and return this node."""
+        self._module.to(*args, **kwargs)
+        return self
+
+    def cpu(self) -> Envoy:
+        """Move the module to the CPU, and return this node."""
+        return self.to("cpu")
+
+    def cuda(self, device: Any = None) -> Envoy:
+        """Move the module to a GPU, and return this node."""
+        self._module.cuda(device)
+        return self
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *self._children, *dir(self._module)})
@@ -115,8 +171,10 @@ class Envoy:
         """Return what stands at the dotted ``path`` below this node."""
         node: Any = self
         for name in path.split("."):
-            node = node[name] if isinstance(node, Envoy) and name in node._children else getattr(
-                node, name
+            node = (
+                node[name]
+                if isinstance(node, Envoy) and name in node._children
+                else getattr(node, name)
             )
         return node
 
@@ -137,28 +195,31 @@ class Envoy:
         """Return the nodes with their paths, children before parents."""
         return self.modules(names=True)
 
-    def _unknown(self, name: str) -> UnknownLocationError:
-        known = [*self._children, *self._module._parameters, "output", "input", "inputs"]
-        near = difflib.get_close_matches(name.strip("[]'"), known, n=3)
-        here = ", ".join(list(self._children)[:12])
-        return UnknownLocationError(
-            explain(
-                f"{type(self).__name__} {self._path!r} ({type(self._module).__name__}) has no "
-                f"{name!r}.",
-                why=f"Near matches: {', '.join(near)}." if near else f"It has: {here}.",
-                todo="`print(model)` shows the whole tree.",
-            )
-        )
-
     # -- values --------------------------------------------------------------------------------
 
-    def _read(self, location: Location) -> Any:
+    def _worker(self, location: Location) -> Worker:
         worker = current_worker(location)
+        self.root._check_worker(worker, location)
+        return worker
+
+    def _check_worker(self, worker: Worker, location: Location) -> None:
+        """Raise where ``worker`` does not run beside this tree; asked of the root."""
+
+    def _value(self, location: Location) -> Any:
+        worker = self._worker(location)
         assert worker.turns is not None
         return savable(worker.turns.read(worker, location))
 
+    def _read(self, location: Location) -> Any:
+        """Return a value, for the getter of a property."""
+        try:
+            return self._value(location)
+        except AttributeError as error:
+            self._raised = error
+            raise
+
     def _write(self, location: Location, value: Any) -> None:
-        worker = current_worker(location)
+        worker = self._worker(location)
         assert worker.turns is not None
         worker.turns.write(worker, location, value)
 
@@ -187,7 +248,16 @@ class Envoy:
 
     @input.setter
     def input(self, value: Any) -> None:
-        self._write(self._input, with_first_input(self._read(self._input), value))
+        self._write(self._input, with_first_input(self._value(self._input), value))
+
+    def trace(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run this module alone on ``inputs``, with the block of the `with` beside it."""
+        return self.root._trace_from(self, inputs, kwargs)
+
+    def _trace_from(self, node: Envoy, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise _unsupported(
+            f"{node.path}.trace was called.", None, "runs only the whole model", "Trace the model"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module. Inside a block, what runs in this call is not served to anybody."""
@@ -196,62 +266,44 @@ class Envoy:
             return self._module(*args, **kwargs)
         return self.root._call_from_block(self, args, kwargs)
 
-    def _call_from_block(
-        self, node: Envoy, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _call_from_block(self, node: Envoy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``node`` for a block; the root of a tree decides whether it can."""
-        worker = current_worker(node.path)
-        raise NotSupportedError(
-            explain(
-                f"{node.path} was called inside a block.",
-                where=worker.where(),
-                why="Calls of modules from a block are not supported on this engine yet.",
-                todo="Save the value and call the module after the trace.",
-            )
+        raise _unsupported(
+            f"{node.path} was called inside a block.",
+            current_worker(node.path).where(),
+            "runs no calls of modules from a block yet",
+            "Save the value and call the module after the trace",
         )
 
-    # -- print ---------------------------------------------------------------------------------
-
     def __repr__(self) -> str:
-        return "\n".join(self._lines("", type(self._module).__name__))
-
-    def _note(self) -> str:
-        """Return what `print` adds to this node's line."""
-        root = self.root
-        return root._note_of(self._path) if root is not self else self._note_of(self._path)
+        return "\n".join(outline(self))
 
     def _note_of(self, path: str) -> str:
+        """Return what `print` adds to the line of ``path``; asked of the root."""
         return ""
 
-    def _lines(self, name: str, kind: str) -> list[str]:
-        head = f"({name}): {kind}" if name else kind
-        extra = self._module.extra_repr()
-        note = self._note()
-        note = f"  # {note}" if note else ""
-        if not self._children:
-            return [f"{head}({extra}){note}"]
-        lines = [f"{head}({note}"]
-        for label, child in _folded(self._children):
-            child_lines = child._lines(label, type(child._module).__name__)
-            lines += [f"  {line}" for line in child_lines]
-        return [*lines, ")"]
+
+def unknown(node: Envoy, name: str, wanted: str = "") -> UnknownLocationError:
+    """Return the error for a ``name`` that neither ``node`` nor its module knows.
+
+    Args:
+        node: The node that was asked.
+        name: The name as it was written.
+        wanted: What to look for near matches of, where that is not ``name``.
+    """
+    module = node._module
+    known = [*node._children, *module._parameters, *module._buffers, "output", "input", "inputs"]
+    near = difflib.get_close_matches(wanted or name, known, n=3)
+    shown = ", ".join(list(node._children)[:12]) or "no modules below it"
+    more = ", ..." if len(node._children) > 12 else ""
+    return UnknownLocationError(
+        explain(
+            f"{type(node).__name__} {node.path!r} ({type(module).__name__}) has no {name!r}.",
+            why=f"Near matches: {', '.join(near)}." if near else f"It has: {shown}{more}.",
+            todo="`print(model)` shows the whole tree.",
+        )
+    )
 
 
-def _folded(children: dict[str, Envoy]) -> Iterator[tuple[str, Envoy]]:
-    """Yield children with their labels, runs of alike ones under one label."""
-    run: list[tuple[str, Envoy, str]] = []
-    for name, child in children.items():
-        shape = f"{child._note()} {child._module!r}" if name.isdigit() else ""
-        if run and shape and shape == run[-1][2]:
-            run.append((name, child, shape))
-            continue
-        if run:
-            yield _label(run)
-        run = [(name, child, shape)]
-    if run:
-        yield _label(run)
-
-
-def _label(run: list[tuple[str, Envoy, str]]) -> tuple[str, Envoy]:
-    first, last = run[0], run[-1]
-    return (first[0] if len(run) == 1 else f"{first[0]}-{last[0]}"), first[1]
+def _unsupported(what: str, where: Where | None, why: str, todo: str) -> NotSupportedError:
+    return NotSupportedError(explain(what, where=where, why=f"This engine {why}.", todo=f"{todo}."))

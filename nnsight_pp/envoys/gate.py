@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @final
 class Gate:
-    """Shared by all serve points of one tree.
+    """Shared by all serve points of one tree. The points hold it weakly: its tree keeps it.
 
     Attributes:
         serve: Takes a location and its value, returns the value that the model goes on with.
@@ -23,7 +23,7 @@ class Gate:
         running: Paths of the modules that run now, for those that hold a shared module.
     """
 
-    __slots__ = ("running", "serve")
+    __slots__ = ("__weakref__", "running", "serve")
 
     def __init__(self) -> None:
         self.serve: Callable[[Location, Any], Any] | None = None

@@ -9,7 +9,10 @@ from its caller: the module that holds it notes itself in `Gate.running` while i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import copy
+import weakref
+from types import MethodType
+from typing import TYPE_CHECKING, Any, final
 
 from nnsight_pp.core.location import ROOT, Location
 
@@ -19,8 +22,6 @@ if TYPE_CHECKING:
     import torch
 
     from nnsight_pp.envoys.gate import Gate
-
-Forward = "Callable[..., Any]"
 
 
 def module_paths(root: torch.nn.Module, prefix: str = ROOT) -> dict[str, torch.nn.Module]:
@@ -32,10 +33,10 @@ def module_paths(root: torch.nn.Module, prefix: str = ROOT) -> dict[str, torch.n
 
 
 def install_serve_points(modules: dict[str, torch.nn.Module], gate: Gate) -> None:
-    """Replace `forward` on every module of ``modules``.
+    """Let every module of ``modules`` offer its values to ``gate`` as long as that lives.
 
     Call it once per tree, after anything that compiles the model: a point seen by a compiler is
-    compiled away.
+    compiled away. A module of several trees has one point, which looks at each tree's gate.
     """
     paths: dict[int, list[str]] = {}
     for path, module in modules.items():
@@ -43,54 +44,132 @@ def install_serve_points(modules: dict[str, torch.nn.Module], gate: Gate) -> Non
     holders = {
         path.rpartition(".")[0] for group in paths.values() if len(group) > 1 for path in group
     }
-    done: set[int] = set()
     for path, module in modules.items():
-        if id(module) in done:
-            continue
-        done.add(id(module))
-        forward = _point(module.forward, paths[id(module)], gate)
-        if path in holders:
-            forward = _holding(forward, path, gate)
-        module.forward = forward
+        if paths[id(module)][0] == path:
+            point = module.__dict__.get("forward")
+            if not isinstance(point, ServePoint):
+                point = ServePoint(module)
+                module.forward = point
+            holding = [one for one in paths[id(module)] if one in holders]
+            point.show_to(gate, paths[id(module)], holding)
 
 
-def _point(forward: Callable[..., Any], paths: list[str], gate: Gate) -> Callable[..., Any]:
-    asked = {path: (Location(path, "input"), Location(path, "output")) for path in paths}
-    only = asked[paths[0]] if len(paths) == 1 else None
-    parents = {path.rpartition(".")[0]: pair for path, pair in asked.items()}
-
-    def served(*args: Any, **kwargs: Any) -> Any:
-        serve = gate.serve
-        if serve is None:
-            return forward(*args, **kwargs)
-        if only is None:
-            above = gate.running[-1] if gate.running else ""
-            into, out = parents.get(above) or asked[paths[0]]
-        else:
-            into, out = only
-        args, kwargs = serve(into, (args, kwargs))
-        return serve(out, forward(*args, **kwargs))
-
-    return _named_like(served, forward)
+_Pair = tuple[Location, Location]
 
 
-def _holding(forward: Callable[..., Any], path: str, gate: Gate) -> Callable[..., Any]:
-    """Note ``path`` in the gate while ``forward`` runs."""
+@final
+class _View(weakref.ref["Gate"]):
+    """How one tree sees a module."""
 
-    def held(*args: Any, **kwargs: Any) -> Any:
-        if gate.serve is None:
-            return forward(*args, **kwargs)
-        gate.running.append(path)
-        try:
-            return forward(*args, **kwargs)
-        finally:
+    __slots__ = ("_by_parent", "_first", "_held_as")
+
+    def see(self, paths: list[str], holding: list[str]) -> None:
+        """Take the module for what stands at ``paths``; ``holding`` of them hold shared ones."""
+        pairs = {path: (Location(path, "input"), Location(path, "output")) for path in paths}
+        self._first: _Pair = pairs[paths[0]]
+        self._by_parent: dict[str, _Pair] = {}
+        for path, pair in pairs.items() if len(paths) > 1 else ():
+            # Two names under one parent are one place: the first of them.
+            self._by_parent.setdefault(path.rpartition(".")[0], pair)
+        self._held_as = holding[0] if holding else None
+
+    def enter(self, gate: Gate) -> _Pair:
+        """Return the module's locations in this call, and note that it runs."""
+        pair = self._first
+        if self._by_parent:
+            for above in reversed(gate.running):
+                if above in self._by_parent:
+                    pair = self._by_parent[above]
+                    break
+        if self._held_as is not None:
+            gate.running.append(self._held_as)
+        return pair
+
+    def leave(self, gate: Gate) -> None:
+        """Note that the module's call is over."""
+        if self._held_as is not None and gate.running:
             gate.running.pop()
 
-    return _named_like(held, forward)
+
+@final
+class ServePoint:
+    """Stands as `forward` on one module and offers its inputs and output.
+
+    A copy of the module, made by `copy.deepcopy` or `pickle`, has its own `forward` again.
+    """
+
+    __slots__ = ("__name__", "__wrapped__", "_module", "_views")
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        # Also lets `inspect.signature` see the module's own signature (transformers looks at it).
+        self.__wrapped__: Callable[..., Any] = module.forward
+        self.__name__ = getattr(module.forward, "__name__", "forward")
+        # Replaced, never changed: a tree may be collected while the module looks through it.
+        self._views: tuple[_View, ...] = ()
+
+    def show_to(self, gate: Gate, paths: list[str], holding: list[str]) -> None:
+        """Offer the module's values to ``gate``, under ``paths``."""
+        view = _View(gate, self._drop)
+        view.see(paths, holding)
+        self._views = (*self._views, view)
+
+    def _drop(self, view: weakref.ref[Gate]) -> None:
+        self._views = tuple(one for one in self._views if one is not view)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for view in self._views:
+            gate = view()
+            if gate is not None and gate.serve is not None:
+                return self._served(args, kwargs)
+        return self.__wrapped__(*args, **kwargs)
+
+    def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        entered: list[tuple[_View, Gate, Callable[[Location, Any], Any], Location]] = []
+        try:
+            for view in self._views:
+                gate = view()
+                if gate is None or gate.serve is None:
+                    continue
+                serve = gate.serve
+                into, out = view.enter(gate)
+                entered.append((view, gate, serve, out))
+                args, kwargs = serve(into, (args, kwargs))
+            value = self.__wrapped__(*args, **kwargs)
+        finally:
+            for view, gate, _, _ in entered:
+                view.leave(gate)
+        for _, _, serve, out in entered:
+            value = serve(out, value)
+        return value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        module = copy.deepcopy(self._module, memo)
+        return _forward_of(self.__wrapped__, module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if _is_of_class(self.__wrapped__, self._module):
+            # A copy finds it on its class, which is all there is of it when this is read back.
+            return getattr, (self._module, "forward")
+        return _itself, (self.__wrapped__,)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _is_of_class(forward: Any, module: torch.nn.Module) -> bool:
+    return getattr(forward, "__func__", None) is getattr(type(module), "forward", None)
+
+
+def _forward_of(forward: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    """Return ``forward`` bound to ``module`` where it was bound to the module it comes from."""
+    function = getattr(forward, "__func__", None)
+    return forward if function is None else MethodType(function, module)
 
 
 def _named_like(wrapper: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``inspect.signature`` see the module's own signature (transformers looks at it)."""
+    """Let ``inspect.signature`` see the module's own signature."""
     wrapper.__wrapped__ = forward  # type: ignore[attr-defined]
     wrapper.__name__ = getattr(forward, "__name__", "forward")
     wrapper.__doc__ = forward.__doc__

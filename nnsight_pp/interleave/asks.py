@@ -164,45 +164,45 @@ class Asks:
         owner = None if self._owners is None else self._owners.owner_of(location)
         self._enter_step(worker)
         visit = self.clock.target(worker, location)
-        self._check_in_time(worker, location, visit, owner)
-        if owner is not None:
-            self._check_order(worker, location, visit, owner)
-        self._leave(worker)
-        return owner, visit
-
-    def _check_in_time(
-        self, worker: Worker, location: Location, visit: int, owner: int | None
-    ) -> None:
-        """Refuse what the model has passed."""
         opened = self.clock.opened(worker.request)
         if opened is not None and visit < opened:
             raise self.too_late(worker, location, visit)
-        if owner is not None and owner != self.stage:
-            return
-        is_late = opened is not None and worker.request in self.finishing
+        if owner is not None:
+            self._check_order(worker, location, visit, owner)
+        # Last, as only the owner can tell.
+        if owner is None or owner == self.stage:
+            self._check_not_passed(worker, location, visit)
+        self._leave(worker)
+        return owner, visit
+
+    def _check_not_passed(self, worker: Worker, location: Location, visit: int) -> None:
+        is_late = self.has_gate(worker) and worker.request in self.finishing
         if is_late or self.clock.has_passed(worker, location, visit):
-            raise self._too_late_here(worker, location, visit)
+            raise self.alone(worker, self.too_late(worker, location, visit), at=worker.asked)
 
     def _check_order(self, worker: Worker, location: Location, visit: int, owner: int) -> None:
-        """Refuse a step backwards, the same on every stage; note how far the worker is now."""
+        """Refuse a step backwards; note how far the worker is now.
+
+        Where the places of both are known, every number of stages refuses the same asks at once, so
+        the block may catch it. Else whether it is refused at once depends on how the model is cut.
+        """
         position = None if self._position_of is None else self._position_of(location)
         mark = worker.mark
         if mark.stage == _BEHIND_ALL:
             why = "The result is the last thing that a block can ask for."
             raise out_of_order(worker, Visit(location, visit), self.where, why)
         if mark.step == visit:
+            known = None if position is None or mark.position is None else position - mark.position
             if owner < mark.stage:
                 why = (
                     f"It belongs to stage {owner}, and the block has already asked stage "
                     f"{mark.stage} in this step. A block must ask for values in the order in which "
                     "the model computes them."
                 )
-                raise out_of_order(worker, Visit(location, visit), self.where, why)
-            if owner == mark.stage and mark.position is not None:
-                if position is None:
-                    position = mark.position
-                elif position <= mark.position:
-                    raise self.too_late(worker, location, visit)
+                error = out_of_order(worker, Visit(location, visit), self.where, why)
+                raise error if known is not None else self.alone(worker, error, at=worker.asked)
+            if owner == mark.stage and known is not None and known <= 0:
+                raise self.too_late(worker, location, visit)
         worker.mark = Mark(visit, owner, position)
 
     def _enter_step(self, worker: Worker) -> None:
@@ -236,7 +236,7 @@ class Asks:
         """Replace the value of the visit that is open here; return it with nothing remote in it."""
         value = self._here(worker, value)
         if worker.visit is None:
-            raise self._too_late_here(worker, location, worker.step)
+            raise self.alone(worker, self.too_late(worker, location, worker.step))
         try:
             worker.visit.assign(value)
         except Exception as error:
@@ -257,12 +257,9 @@ class Asks:
 
     # -- the errors ----------------------------------------------------------------------------
 
-    def alone(self, worker: Worker, error: Exception, *, is_echo: bool = False) -> Exception:
+    def alone(self, worker: Worker, error: Exception, *, at: int | None = None) -> Exception:
         """Note that ``error`` is raised on this stage only (where stages are a notion at all)."""
-        return error if self._owners is None else worker.alone(error, is_echo=is_echo)
-
-    def _too_late_here(self, worker: Worker, location: Location, visit: int) -> Exception:
-        return self.alone(worker, self.too_late(worker, location, visit))
+        return error if self._owners is None else worker.alone(error, at=at)
 
     def too_late(self, worker: Worker, location: Location, visit: int) -> OutOfOrderError:
         """Return the error for an ask that nothing will answer any more."""

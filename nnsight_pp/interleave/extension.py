@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _MODULE: Final = "nnsight_pp_thread_state"
 _SOURCES: Final = ("thread_state.cpp", "bundle.hpp", "compat.hpp", "hidden_tls.hpp")
-_FLAGS: Final = ("-O2", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
+_FLAGS: Final = ("-O3", "-fno-plt", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
 _STRICT_FLAGS: Final = ("-Wall", "-Wextra", "-Werror")
 _COMPILE_BOUND_S: Final = 300.0
 _LOCK_BOUND_S: Final = 360.0
@@ -197,7 +197,7 @@ def _compile(path: Path, *, strict: bool) -> None:
 
 def _compiler_message(command: list[str], output: str) -> str:
     lines = output.splitlines()
-    # The first error is the one to read; the last lines say how it ended.
+    # The first error is the one to read; what follows is mostly its echo.
     first = next((i for i, line in enumerate(lines) if "error" in line), 0)
     shown = lines[first : first + _NUM_MESSAGE_LINES]
     if "Python.h" in output:
@@ -209,11 +209,9 @@ def _compiler_message(command: list[str], output: str) -> str:
             "Install a working g++ (`apt install g++ python3-dev`), or set NNSIGHT_PP_TLS_SWAP=0"
             " and do without parks inside torch calls."
         )
-    return explain(
-        "The thread-state extension could not be compiled.",
-        why="\n".join([*shown, "The command was: " + " ".join(command)]),
-        todo=todo,
-    )
+    # In the first part, which is not wrapped: the compiler's lines stay as they are.
+    what = ["The thread-state extension could not be compiled.", "", " ".join(command), *shown, ""]
+    return explain("\n".join(what), why="It is compiled on first use.", todo=todo)
 
 
 @contextlib.contextmanager

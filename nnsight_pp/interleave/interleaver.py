@@ -156,7 +156,7 @@ class Interleaver:
                 try:
                     value = worker.ask.pending.wait()
                 except Exception as error:
-                    self._throw(worker, self.asks.alone(worker, error, is_echo=True))
+                    self._throw(worker, worker.alone(error, is_echo=True))
                 else:
                     self._resume(worker, value)
 
@@ -216,7 +216,7 @@ class Interleaver:
                 visit.assign(ask.value)
                 answer = None
         except Exception as error:
-            self._throw(worker, self.asks.alone(worker, error))
+            self._throw(worker, self.asks.alone(worker, error, at=ask.number))
             return value
         worker.visit = visit
         self._resume(worker, answer)
@@ -237,7 +237,7 @@ class Interleaver:
 
     def _too_late(self, worker: Worker, ask: Read | Write) -> None:
         error = self.asks.too_late(worker, ask.location, ask.visit)
-        self._throw(worker, self.asks.alone(worker, error))
+        self._throw(worker, self.asks.alone(worker, error, at=ask.number))
 
     def _unwind(self, worker: Worker) -> None:
         unwind(worker, self._throw, self.where)

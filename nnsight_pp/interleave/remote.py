@@ -47,3 +47,8 @@ class RemoteAsk:
         stage's value of this step.
         """
         return self._asks.pull(self._worker, self, picks, in_torch)
+
+    def echo(self, error: Exception) -> None:
+        """Note that ``error`` comes late: the owner raised it at the line that meant it."""
+        if self._worker.is_current:
+            self._worker.alone(error, is_echo=True)

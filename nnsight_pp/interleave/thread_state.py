@@ -96,7 +96,9 @@ def load() -> ThreadState:
 def _native() -> ThreadState:
     extension = load_extension()
     switch, throw = extension.switch, extension.throw
-    if torch.version.cuda is not None and torch.cuda.is_available():
+    # CAUTION: asking whether a device is there would spoil a later fork of the parent (see
+    # torch.cuda.is_available). The wrapper looks at each call whether CUDA has been started.
+    if torch.version.cuda is not None or torch.version.hip is not None:
         switch, throw = _keeping_stream(switch), _keeping_stream(throw)
     return ThreadState(
         "native",

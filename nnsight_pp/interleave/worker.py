@@ -80,6 +80,7 @@ class Worker:
         "asked",
         "cut",
         "error",
+        "failed_at",
         "filename",
         "has_ended",
         "is_relaxed",
@@ -134,6 +135,9 @@ class Worker:
         # See Note [Errors that one stage sees alone] in `interleave.asks`.
         self.unshared: BaseException | None = None
         self._echoes: list[BaseException] = []
+        # Orders the failures of the stages: 2n after n asks, 2n + 1 when ask n was refused. The
+        # smallest that is not an echo is the first failure of the block.
+        self.failed_at = 0
         self.has_ended = False
         self.warnings: list[str] = []
         self._greenlet = _WorkerGreenlet(self._main)
@@ -152,7 +156,9 @@ class Worker:
             pass  # the loop outran the run; `interleaver.finish` has noted the warning
         except BaseException as error:
             self.error = error
-        if self.error is None and self.unshared is not None:
+        if self.unshared is None:
+            self.failed_at = 2 * self.asked + isinstance(self.error, BlockError)
+        elif self.error is not self.unshared:
             self.error = self.unshared
             self.error.add_note(
                 "The block caught this error. It is raised anyway: other stages do not see it, and "
@@ -160,15 +166,17 @@ class Worker:
             )
         self.has_ended = True
 
-    def alone(self, error: Exception, *, is_echo: bool = False) -> Exception:
+    def alone(self, error: Exception, *, at: int | None = None, is_echo: bool = False) -> Exception:
         """Remember that only this rank sees ``error``; return it.
 
         Args:
             error: What is raised in the block next.
+            at: The number of the ask that it refuses. Default: it is raised between two asks.
             is_echo: Whether it came from another stage, whose own error is the better one.
         """
         if self.unshared is None:
             self.unshared = error
+            self.failed_at = 2 * self.asked if at is None else 2 * at + 1
         if is_echo:
             self._echoes.append(error)
         return error

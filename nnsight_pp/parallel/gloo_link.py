@@ -117,7 +117,7 @@ class GlooLink:
         ran: Where this rank is, in words.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the one visible place where an engine wires a link
         self,
         stage: int,
         ranks: Sequence[int],
@@ -248,7 +248,7 @@ class GlooLink:
                 continue
             try:
                 self._send(peer, kind, head, pieces)
-            except Exception as error:  # noqa: BLE001 - the peer is gone; say so to who waits
+            except Exception as error:
                 self._lose(peer, f"sending to stage {peer.stage} failed: {error}")
                 return
 
@@ -273,9 +273,7 @@ class GlooLink:
         while True:
             try:
                 dist.recv(frame, peer.rank, group=self._group)
-                magic, kind, head_length, length = _PREFIX.unpack(
-                    _as_bytes(frame[: _PREFIX.size])
-                )
+                magic, kind, head_length, length = _PREFIX.unpack(_as_bytes(frame[: _PREFIX.size]))
                 if magic != _MAGIC:
                     log.error("a malformed message from stage %d was dropped", peer.stage)
                     continue
@@ -284,7 +282,7 @@ class GlooLink:
                 else:
                     body = torch.empty(length, dtype=torch.uint8)
                     dist.recv(body, peer.rank, group=self._group)
-            except Exception as error:  # noqa: BLE001 - the peer is gone; say so to who waits
+            except Exception as error:
                 if not self._is_stopping:
                     self._lose(peer, f"receiving from stage {peer.stage} failed: {error}")
                 return
@@ -309,7 +307,7 @@ class GlooLink:
             if what == "value":
                 try:
                     answer = Answer(what, self._decode(header, payload))
-                except Exception as error:  # noqa: BLE001 - raised at the line that waits
+                except Exception as error:
                     answer = Answer("error", f"{type(error).__name__}: {error}")
             else:
                 answer = Answer(what, text)
@@ -318,14 +316,15 @@ class GlooLink:
             raise ValueError(f"unknown kind {kind}")
 
     def _reply(self, peer: _Peer, ticket: int, answer: Answer) -> None:
-        peer.outbox.put((_ANSWER, lambda: self._encoded(ticket, answer)))
+        if peer.failure is None:
+            peer.outbox.put((_ANSWER, lambda: self._encoded(ticket, answer)))
 
     def _encoded(self, ticket: int, answer: Answer) -> tuple[bytes, list[torch.Tensor]]:
         if answer.kind != "value":
             return pickle.dumps((ticket, answer.kind, answer.value, b"")), []
         try:
             header, pieces = self._encode(answer.value)
-        except Exception as error:  # noqa: BLE001 - raised at the line that waits
+        except Exception as error:
             text = f"it cannot be pickled ({type(error).__name__}: {error})"
             return pickle.dumps((ticket, "error", text, b"")), []
         size = len(header) + sum(len(piece) for piece in pieces)
@@ -347,6 +346,7 @@ class GlooLink:
         with self._lock:
             peer.failure = peer.failure or text
             lost = [t for t, (owner, _, _) in self._pending.items() if owner == peer.stage]
+        self._own.gone(peer.stage)
         for ticket in lost:
             self._resolve(ticket, Answer("error", text))
 

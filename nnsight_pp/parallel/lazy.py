@@ -5,74 +5,50 @@ bytes. A line that needs data *forces* it: the value is pulled from its owner, w
 applied there, and kept. Edits in place are recorded and replayed in order on the pulled value;
 every rank runs the same edit line, so the replay gives what the owner's own tensor holds.
 
-One `_Tree` holds the pulled value and the edits of one ask; a proxy is a tree and a list of
-indices into it. Note [Views of a forced value] tells when a small pull is not enough.
+A proxy is a tree (`parallel.pulled`: the answer and its edits) and a list of indices into it.
 
 Note [Views of a forced value]
     `lazy[0][-1]` is pulled as one row. When a torch call gives back a view of that row, an edit
-    through the view would not reach the tree. So when a result shares memory with such a row, the
-    whole value is pulled and the call repeated on a view of it.
+    through the view would not reach the tree. So when a result shares memory with such a row, or
+    could be edited through, the whole value is pulled and the call made on a view of it.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any, Protocol, cast, final
+import sys
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.saved import save
-from nnsight_pp.core.tree import leaves, map_leaves
-from nnsight_pp.errors import NotSupportedError, explain
+from nnsight_pp.core.tree import leaves
+from nnsight_pp.errors import OutsideTraceError
+from nnsight_pp.parallel.class_check import is_asked_by_python
+from nnsight_pp.parallel.pulled import (
+    FIRST_INPUT,
+    Pulled,
+    Source,
+    Tree,
+    first_of,
+    own_copy,
+    pick,
+    real,
+    with_first,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from nnsight_pp.core.location import Visit
+__all__ = ["LazyRemoteTensor", "Source", "first_input", "pick", "with_first_input"]
 
-# An edit: indices of the edited part, the function, its arguments (frozen at the edit). Without
-# indices (None) the function returns what the whole value is replaced by.
-_Edit = tuple[tuple[Any, ...] | None, "Callable[..., Any]", tuple[Any, ...], dict[str, Any]]
 _PLAIN_INDEX = (int, slice, str, type(None), type(Ellipsis))
-FIRST_INPUT = "first input of (args, kwargs)"
-
-
-class Source(Protocol):
-    """The ask behind a lazy value."""
-
-    @property
-    def visit(self) -> Visit:
-        """What was asked for."""
-        ...
-
-    def pull(self, picks: Sequence[Any] = (), *, in_torch: bool = False) -> Any:
-        """Return the owner's answer with ``picks`` applied."""
-        ...
-
-
-def pick(value: Any, picks: Sequence[Any]) -> Any:
-    """Return the part of ``value`` that ``picks`` name, outermost first.
-
-    The owner of a value applies them before it sends.
-    """
-    for step in picks:
-        if isinstance(step, str) and step == FIRST_INPUT:
-            value = _first(*value)
-        else:
-            value = value[step]
-    return value
-
-
-def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] if args else next(iter(kwargs.values()))
-
-
-def _with_first(value: Any, first: Any) -> Any:
-    args, kwargs = value
-    if args:
-        return (first, *args[1:]), kwargs
-    return args, {**kwargs, next(iter(kwargs)): first}
+# Not containers, and not views of anything.
+_PLAIN_VALUE = (torch.Tensor, int, float, complex, str, bytes, torch.dtype, type(None))
+# Methods whose result shares memory in a way that only they know.
+_DUNDERS = frozenset({"__dlpack__", "__dlpack_device__"})
+_EXPORTS = _DUNDERS | {"numpy", "untyped_storage", "storage", "data_ptr"}
 
 
 def first_input(inputs: Any) -> Any:
@@ -80,170 +56,44 @@ def first_input(inputs: Any) -> Any:
 
     Moves nothing when ``inputs`` is a lazy value.
     """
-    return inputs._child(FIRST_INPUT) if _is_lazy(inputs) else _first(*inputs)
+    if not _is_lazy(inputs):
+        return first_of(*inputs)
+    assigned = inputs._tree.first
+    return assigned[0] if assigned and not inputs._picks else inputs._child(FIRST_INPUT)
 
 
 def with_first_input(inputs: Any, first: Any) -> Any:
     """Return ``inputs = (args, kwargs)`` with its first argument replaced; moves nothing."""
-    return inputs._replaced(_with_first, first) if _is_lazy(inputs) else _with_first(inputs, first)
-
-
-class _Pulled:
-    """The owner's answer to one ask, shared by every tree that was frozen from another."""
-
-    __slots__ = ("_source", "_value", "is_here")
-
-    def __init__(self, source: Source) -> None:
-        self._source = source
-        self._value: Any = None
-        self.is_here = False
-
-    @property
-    def visit(self) -> Visit:
-        return self._source.visit
-
-    def whole(self, *, in_torch: bool) -> Any:
-        """Return the whole answer. It is never edited: a tree copies it first."""
-        if not self.is_here:
-            self._value = self._source.pull((), in_torch=in_torch)
-            self.is_here = True
-        return self._value
-
-    def part(self, picks: Sequence[Any], *, in_torch: bool) -> Any:
-        """Return only what ``picks`` name, without pulling the rest."""
-        if self.is_here:
-            return pick(self._value, picks)
-        return self._source.pull(picks, in_torch=in_torch)
-
-
-@final
-class _Tree:
-    """The value of one ask as the block sees it: the answer, and the edits since."""
-
-    __slots__ = ("_parts", "edits", "pulled", "value")
-
-    def __init__(self, pulled: _Pulled, edits: list[_Edit] | None = None) -> None:
-        self.pulled = pulled
-        self.edits: list[_Edit] = edits or []
-        # Invariant: once set, every edit is made on `value` at once and `edits` stays empty.
-        self.value: Any = None
-        # Parts pulled on their own, by their picks. Invariant: empty once there is an edit.
-        self._parts: dict[Any, Any] = {}
-
-    @property
-    def is_here(self) -> bool:
-        return self.value is not None
-
-    def whole(self, *, in_torch: bool) -> Any:
-        """Return the value with its edits, pulling and replaying on first use."""
-        if self.value is None:
-            answer = self.pulled.whole(in_torch=in_torch)
-            value = map_leaves(answer, _own_copy)
-            for picks, function, args, kwargs in self.edits:
-                real_args, real_kwargs = _real(args, in_torch), _real(kwargs, in_torch)
-                if picks is None:
-                    value = function(value, *real_args, **real_kwargs)
-                else:
-                    _edit_in_place(pick(value, picks), function, real_args, real_kwargs)
-            self.edits = []
-            self.value = value
-            self._parts.clear()
-        return self.value
-
-    def part(self, picks: tuple[Any, ...], *, in_torch: bool) -> Any:
-        """Return the part that ``picks`` name; pull no more than that where it is enough."""
-        if self.value is None and not self.edits and picks:
-            key = repr(picks)
-            if key not in self._parts:
-                part = self.pulled.part(picks, in_torch=in_torch)
-                self._parts[key] = map_leaves(part, _own_copy)
-            return self._parts[key]
-        return pick(self.whole(in_torch=in_torch), picks)
-
-    def edit(
-        self,
-        picks: tuple[Any, ...],
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Make an edit in place on the part that ``picks`` name, now or when it is forced."""
-        if self.value is None and self._parts:
-            self.whole(in_torch=False)  # a part was handed out: it must see the edit too
-        if self.value is not None:
-            target = pick(self.value, picks)
-            _edit_in_place(target, function, _real(args, False), _real(kwargs, False))
-        else:
-            self.edits.append((picks, function, _frozen(args), _frozen(kwargs)))
-
-    def frozen(self) -> _Tree:
-        """Return a tree that stays as this one is now."""
-        if self.value is not None:
-            copy = _Tree(self.pulled)
-            copy.value = map_leaves(self.value, _own_copy)
-            return copy
-        return _Tree(self.pulled, list(self.edits))
-
-
-def _edit_in_place(
-    target: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    result = function(target, *args, **kwargs)
-    if getattr(function, "__name__", "").startswith("i") and result is not target:
-        kind = type(target).__name__
-        raise NotSupportedError(
-            explain(
-                f"A {kind} of another stage was changed by an operator like `x += y`.",
-                why=f"A {kind} cannot be edited in place, and every name that holds it would see "
-                "the change.",
-                todo="Write `x = x + y`.",
-            )
-        )
-
-
-def _own_copy(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+    if not _is_lazy(inputs):
+        return with_first(inputs, first)
+    return LazyRemoteTensor._of(inputs._tree.replaced_first(first), inputs._picks)
 
 
 def _is_lazy(value: object) -> bool:
     return issubclass(type(value), LazyRemoteTensor)
 
 
-def _frozen(value: Any) -> Any:
-    """Return ``value`` as it is now, so that later edits of it do not reach a recorded edit."""
-
-    def freeze(leaf: Any) -> Any:
-        if _is_lazy(leaf):
-            proxy = cast("LazyRemoteTensor", leaf)
-            return LazyRemoteTensor._of(proxy._tree.frozen(), proxy._picks)
-        return _own_copy(leaf)
-
-    return map_leaves(value, freeze)
-
-
-def _real(value: Any, in_torch: bool) -> Any:
-    """Return ``value`` with every lazy leaf forced."""
-    return map_leaves(value, lambda leaf: leaf._force(in_torch) if _is_lazy(leaf) else leaf)
-
-
 class LazyRemoteTensor(RemoteValue):
     """A value that another stage computes. Use it like the value itself.
 
-    See the module's text for what moves bytes and what does not. Which stage owns it, and what
-    was asked for, is in its ``repr``.
+    See the module's text for what moves bytes and what does not. Outside of its block its ``repr``
+    tells what was asked for.
     """
 
     __slots__ = ("_picks", "_tree")
 
-    _tree: _Tree
+    # As torch.Tensor: a numpy array on the left of an operator leaves it to the right one.
+    __array_priority__ = 1000
+
+    _tree: Tree
     _picks: tuple[Any, ...]
 
     def __init__(self, source: Source) -> None:
-        object.__setattr__(self, "_tree", _Tree(_Pulled(source)))
+        object.__setattr__(self, "_tree", Tree(Pulled(source)))
         object.__setattr__(self, "_picks", ())
 
     @classmethod
-    def _of(cls, tree: _Tree, picks: tuple[Any, ...]) -> LazyRemoteTensor:
+    def _of(cls, tree: Tree, picks: tuple[Any, ...]) -> LazyRemoteTensor:
         proxy = object.__new__(cls)
         object.__setattr__(proxy, "_tree", tree)
         object.__setattr__(proxy, "_picks", picks)
@@ -252,17 +102,17 @@ class LazyRemoteTensor(RemoteValue):
     def _child(self, step: Any) -> LazyRemoteTensor:
         return LazyRemoteTensor._of(self._tree, (*self._picks, step))
 
-    def _replaced(self, function: Callable[..., Any], *args: Any) -> LazyRemoteTensor:
-        """Return a proxy of this value as it is now, with ``function`` applied when forced."""
-        tree = self._tree.frozen()
-        if tree.value is not None:
-            tree.value = function(tree.value, *args)
-        else:
-            tree.edits.append((None, function, args, {}))
-        return LazyRemoteTensor._of(tree, self._picks)
-
     def _force(self, in_torch: bool = False) -> Any:
         return self._tree.part(self._picks, in_torch=in_torch)
+
+    def _frozen(self) -> Any:
+        """Return this value as it is now, whatever is edited later."""
+        if self._tree.is_here:
+            return own_copy(self._force())
+        return self._clone()
+
+    def _clone(self, **_: Any) -> LazyRemoteTensor:
+        return LazyRemoteTensor._of(self._tree.frozen(), self._picks)
 
     def _real_value(self) -> Any:
         """Return the value itself; edits of it reach this proxy."""
@@ -281,16 +131,19 @@ class LazyRemoteTensor(RemoteValue):
         return _call(operator.getitem, (self, index), {}, in_torch=False)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        if _is_lazy(value) and value._tree is self._tree:
-            if repr(value._picks) == repr((*self._picks, index)):
-                return  # `x[i] += v` writes back what was already edited in place
+        if (
+            _is_lazy(value)
+            and value._tree is self._tree
+            and repr(value._picks) == repr((*self._picks, index))
+        ):
+            return  # `x[i] += v` writes back what was already edited in place
         self._tree.edit(self._picks, operator.setitem, (index, value), {})
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name.endswith("__") and name not in _FORCED_DUNDERS:
+        if name.startswith("__") and name.endswith("__") and name not in _DUNDERS:
             raise AttributeError(name)
         if name == "clone":
-            return lambda **_: LazyRemoteTensor._of(self._tree.frozen(), self._picks)
+            return self._clone
         if name.endswith("_") and not name.endswith("__"):
             return _Edited(self, name)
         value = _call(getattr, (self, name), {}, in_torch=False)
@@ -301,16 +154,20 @@ class LazyRemoteTensor(RemoteValue):
     def __setattr__(self, name: str, value: Any) -> None:
         self._tree.edit(self._picks, setattr, (name, value), {})
 
-    def __repr__(self) -> str:
-        if self._tree.is_here:
-            return repr(self._force())
-        return f"<LazyRemoteTensor {self._tree.pulled.visit}{''.join(map(_shown, self._picks))}>"
-
     # -- what needs data -------------------------------------------------------------------------
 
+    def __repr__(self) -> str:
+        try:
+            return repr(self._force())  # as on the owner: no rank may see another text
+        except OutsideTraceError:
+            shown = "".join(map(_shown, self._picks))
+            return f"<LazyRemoteTensor {self._tree.pulled.visit}{shown}>"
+
     @property
-    def __class__(self) -> type:  # noqa: PLW3201 - so that isinstance(x, torch.Tensor) is right
-        return type(self._force())
+    def __class__(self) -> type:
+        # CAUTION: C++ that is told "a tensor" here reads this object as one, and crashes.
+        is_python = is_asked_by_python(sys._getframe(1))
+        return type(self._force()) if is_python else LazyRemoteTensor
 
     @__class__.setter
     def __class__(self, value: type) -> None:
@@ -328,9 +185,9 @@ class LazyRemoteTensor(RemoteValue):
 
     def __iter__(self) -> Iterator[Any]:
         value = self._force()
-        if isinstance(value, dict):
-            return iter(value)
-        return iter([self._child(index) for index in range(len(value))])
+        if isinstance(value, (torch.Tensor, list, tuple)):
+            return iter([self._child(index) for index in range(len(value))])
+        return iter(self._real_value())
 
     def __len__(self) -> int:
         return len(self._force())
@@ -351,7 +208,7 @@ class LazyRemoteTensor(RemoteValue):
         return complex(self._force())
 
     def __contains__(self, item: Any) -> bool:
-        return item in self._force()
+        return real(item, False) in self._force()
 
     def __format__(self, spec: str) -> str:
         return format(self._force(), spec)
@@ -366,20 +223,26 @@ class LazyRemoteTensor(RemoteValue):
         return LazyRemoteTensor._of(self._tree, self._picks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyRemoteTensor:
-        return LazyRemoteTensor._of(self._tree.frozen(), self._picks)
+        return self._clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _itself, (self._force(),)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._force()(*args, **kwargs)
+        return self._real_value()(*real(args, False), **real(kwargs, False))
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        value = self._real_value()
+        array = value.__array__() if dtype is None else value.__array__(dtype)
+        return array.copy() if copy else array
+
+    def __array_wrap__(self, array: Any, *args: Any) -> Any:
+        value = self._force()
+        return value.__array_wrap__(array) if isinstance(value, torch.Tensor) else array
 
 
 def _itself(value: Any) -> Any:
     return value
-
-
-_FORCED_DUNDERS = frozenset({"__array__", "__dlpack__", "__dlpack_device__"})
 
 
 class _Edited:
@@ -392,11 +255,9 @@ class _Edited:
         self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> LazyRemoteTensor:
-        name = self._name
-        self._proxy._tree.edit(
-            self._proxy._picks, lambda target, *a, **k: getattr(target, name)(*a, **k), args, kwargs
-        )
-        return self._proxy
+        proxy = self._proxy
+        proxy._tree.edit(proxy._picks, _method(self._name), args, kwargs)
+        return proxy
 
 
 class _Method:
@@ -409,63 +270,79 @@ class _Method:
         self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name = self._name
-        return _call(
-            lambda target, *a, **k: getattr(target, name)(*a, **k),
-            (self._proxy, *args),
-            kwargs,
-            in_torch=False,
-        )
+        if self._name in _EXPORTS:
+            self._proxy._real_value()
+        return _call(_method(self._name), (self._proxy, *args), kwargs, in_torch=False)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def call(target: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(target, name)(*args, **kwargs)
+
+    return call
 
 
 def _call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, in_torch: bool
 ) -> Any:
     """Call ``function`` with every lazy argument forced; see Note [Views of a forced value]."""
-    proxies = [leaf for leaf in (*leaves(args), *leaves(kwargs)) if _is_lazy(leaf)]
-    name = getattr(function, "__name__", "")
-    if "out" in kwargs or name.startswith("__i") or name == "__setitem__" or (
-        name.endswith("_") and not name.endswith("__")
-    ):
-        for proxy in proxies:  # the call may edit its arguments: let it edit the trees' own values
-            proxy._tree.whole(in_torch=in_torch)
-    result = function(*_real(args, in_torch), **_real(kwargs, in_torch))
+    for proxy in _lazy_leaves(_edited_by(function, args, kwargs)):
+        proxy._tree.whole(in_torch=in_torch)
+    proxies = _lazy_leaves((args, kwargs))
     loose = [proxy for proxy in proxies if not proxy._tree.is_here]
+    for proxy in loose:
+        if not isinstance(proxy._force(in_torch), _PLAIN_VALUE):
+            proxy._tree.whole(in_torch=in_torch)  # what is inside a container may be edited
+    result = function(*real(args, in_torch), **real(kwargs, in_torch))
+    loose = [proxy for proxy in loose if not proxy._tree.is_here]
     if loose and _shares_memory(result, [proxy._force(in_torch) for proxy in loose]):
         for proxy in loose:
             proxy._tree.whole(in_torch=in_torch)
-        result = function(*_real(args, in_torch), **_real(kwargs, in_torch))
+        result = function(*real(args, in_torch), **real(kwargs, in_torch))
     return result
 
 
-def _shares_memory(result: Any, parts: list[Any]) -> bool:
-    held = {
-        leaf.untyped_storage().data_ptr()
-        for leaf in leaves(parts)
-        if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta"
-    }
-    return any(
-        isinstance(leaf, torch.Tensor)
-        and leaf.device.type != "meta"
-        and leaf.untyped_storage().data_ptr() in held
-        for leaf in leaves(result)
+def _lazy_leaves(value: Any) -> list[LazyRemoteTensor]:
+    return [cast("LazyRemoteTensor", leaf) for leaf in leaves(value) if _is_lazy(leaf)]
+
+
+def _edited_by(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Return the arguments that a call of ``function`` may edit in place."""
+    name = getattr(function, "__name__", "")
+    is_in_place = (
+        name == "__setitem__"
+        or (name.endswith("_") and not name.endswith("__"))
+        or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+        or bool(kwargs.get("inplace"))
     )
+    return (args[:1] if is_in_place else (), kwargs.get("out"))
+
+
+def _shares_memory(result: Any, parts: list[Any]) -> bool:
+    held = {_storage(leaf) for leaf in leaves(parts)} - {None}
+    return any(_storage(leaf) in held for leaf in leaves(result))
+
+
+def _storage(leaf: Any) -> int | None:
+    if not issubclass(type(leaf), torch.Tensor) or leaf.device.type == "meta":
+        return None
+    return leaf.untyped_storage().data_ptr() or None if leaf.layout == torch.strided else None
 
 
 def _is_plain(index: Any) -> bool:
-    if isinstance(index, tuple):
+    if type(index) is tuple:
         return all(_is_plain(item) for item in index)
-    if _is_lazy(index) or isinstance(index, (bool, torch.Tensor)):
-        return False
-    if isinstance(index, slice):
+    if type(index) is slice:
         return all(
-            part is None or (type(part) is int) for part in (index.start, index.stop, index.step)
+            part is None or type(part) is int for part in (index.start, index.stop, index.step)
         )
     return type(index) in _PLAIN_INDEX
 
 
 def _shown(step: Any) -> str:
-    return ".first" if step == FIRST_INPUT else f"[{step!r}]"
+    return ".first" if isinstance(step, str) and step == FIRST_INPUT else f"[{step!r}]"
 
 
 def _binary(name: str) -> None:
@@ -487,9 +364,9 @@ def _binary(name: str) -> None:
 def _in_place(stem: str) -> None:
     function = getattr(operator, f"i{stem}")
 
-    def edit(self: LazyRemoteTensor, other: Any) -> LazyRemoteTensor:
-        self._tree.edit(self._picks, function, (other,), {})
-        return self
+    def edit(self: LazyRemoteTensor, other: Any) -> Any:
+        other_value = self._tree.edit(self._picks, function, (other,), {})
+        return self if other_value is NotImplemented else other_value
 
     setattr(LazyRemoteTensor, f"__i{stem}__", edit)
 
@@ -513,6 +390,6 @@ for _name in _ARITHMETIC:
 for _name, _function in (
     ("__neg__", operator.neg), ("__pos__", operator.pos), ("__abs__", operator.abs),
     ("__invert__", operator.invert), ("__round__", round), ("__reversed__", reversed),
-    ("__divmod__", divmod), ("__array__", lambda x, *a: x.__array__(*a)),
+    ("__divmod__", divmod),
 ):  # fmt: skip
     _unary(_name, _function)

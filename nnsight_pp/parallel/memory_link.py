@@ -48,9 +48,7 @@ class MemoryFabric:
         ]
         self.copy = copy
         self._delay_s = delay_s
-        self._queues: list[queue.Queue[Callable[[], None] | None]] = [
-            queue.Queue() for _ in stages
-        ]
+        self._queues: list[queue.Queue[Callable[[], None] | None]] = [queue.Queue() for _ in stages]
         self._threads = [
             threading.Thread(target=self._run, args=(lane,), daemon=True) for lane in self._queues
         ]
@@ -123,7 +121,7 @@ class MemoryLink:
         def reply(answer: Answer) -> None:
             try:
                 answer = Answer(answer.kind, self._fabric.copy(answer.value))
-            except Exception as error:  # noqa: BLE001 - raised again at the line that waits
+            except Exception as error:
                 answer = Answer("error", f"it cannot be sent ({type(error).__name__}: {error})")
             self._fabric.post(self._stage, lambda: resolve(answer))
 
@@ -136,9 +134,7 @@ class MemoryLink:
         self._own.end(request)
         for peer, table in enumerate(self._fabric.publications):
             if peer != self._stage:
-                self._fabric.post(
-                    peer, lambda table=table: table.released(request, self._stage)
-                )
+                self._fabric.post(peer, lambda table=table: table.released(request, self._stage))
 
     def statistics(self) -> dict[str, int]:
         """Return pending pulls and published answers."""

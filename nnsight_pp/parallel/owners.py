@@ -62,9 +62,7 @@ class StageMap:
         self._silent = dict(silent or {})
         self._spans: dict[str, Span] = {}
         self._positions = {
-            location: position
-            for locations in order
-            for position, location in enumerate(locations)
+            location: position for locations in order for position, location in enumerate(locations)
         }
         for position, location in enumerate((LOGITS, SAMPLES)):
             self._positions[location] = _AFTER_FORWARD + position

@@ -34,9 +34,7 @@ class PendingAnswer:
 
     __slots__ = ("_answer", "_bound_s", "_done", "_location", "_owner", "_ran", "_step", "waited_s")
 
-    def __init__(
-        self, location: Location, step: int, owner: int, bound_s: float, ran: str
-    ) -> None:
+    def __init__(self, location: Location, step: int, owner: int, bound_s: float, ran: str) -> None:
         self._location = location
         self._step = step
         self._owner = owner

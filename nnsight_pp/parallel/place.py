@@ -24,6 +24,4 @@ class Place:
         return self.tp_rank == 0
 
     def __str__(self) -> str:
-        return (
-            f"stage {self.stage} of {self.num_stages} | tp rank {self.tp_rank} of {self.tp_size}"
-        )
+        return f"stage {self.stage} of {self.num_stages} | tp rank {self.tp_rank} of {self.tp_size}"

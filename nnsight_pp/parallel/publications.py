@@ -111,6 +111,7 @@ class Publications:
     def ask(self, question: Question, reply: Callable[[Answer], None]) -> None:
         """Give ``reply`` the answer, now or when there is one. ``reply`` must not block."""
         request, number = question.key
+        found = ("", None)
         with self._lock:
             if request in self._ended:
                 answer: Answer | None = Answer("error", "the request is over on the owning stage")
@@ -120,11 +121,8 @@ class Publications:
                 if answer is None and number not in shelf.values:
                     shelf.waiting.setdefault(number, []).append((question, reply))
                     return
-                found = shelf.values.get(number)
-        if answer is None:
-            assert found is not None
-            answer = self._answer(question, *found)
-        reply(answer)
+                found = shelf.values.get(number, found)
+        reply(self._answer(question, *found) if answer is None else answer)
 
     def _known(self, shelf: _Shelf, question: Question) -> Answer | None:
         if question.key.number in shelf.values:
@@ -142,7 +140,7 @@ class Publications:
             return Answer("diverged", location)
         try:
             return Answer("value", self._pick(value, question.picks))
-        except Exception as error:  # noqa: BLE001 - it is the asking block's error
+        except Exception as error:
             return Answer("error", f"{type(error).__name__}: {error}")
 
     def end(self, request: str) -> None:
@@ -163,6 +161,13 @@ class Publications:
             if request not in self._ended:
                 shelf = self._shelf(request)
                 shelf.released.add(peer)
+                self._drop_if_done(request, shelf)
+
+    def gone(self, peer: int) -> None:
+        """Note that stage ``peer`` will ask for nothing any more, of any request."""
+        with self._lock:
+            self._peers -= {peer}
+            for request, shelf in list(self._shelves.items()):
                 self._drop_if_done(request, shelf)
 
     def statistics(self) -> dict[str, int]:

@@ -7,20 +7,22 @@ own trace functions (a debugger's, coverage's) back.
 """
 
 from __future__ import annotations
+import __future__ as future
 
 import ast
+import dis
 import linecache
 import sys
+from functools import cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
-from nnsight_pp.core.block import Block
+from nnsight_pp.core.block import Block, lines_of
 from nnsight_pp.errors import BlockShapeError, Where, WithBlockNotFoundError, explain
+from nnsight_pp.trace.loaded import is_as_loaded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType
-
-    TraceFunction = Callable[[FrameType, str, Any], Any]
+    from types import CodeType, FrameType
 
 
 class BodySkipped(BaseException):
@@ -29,16 +31,21 @@ class BodySkipped(BaseException):
 
 def forget_skip(error: BaseException) -> None:
     """Take `BodySkipped` out of what ``error`` says it happened during."""
-    while error.__context__ is not None:
+    seen: set[int] = set()
+    while error.__context__ is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error.__context__, BodySkipped):
             error.__context__ = None
             return
         error = error.__context__
 
 
-_Site = tuple[str, int, str, int]
-# The block of each `with` line already read, with the lines it was read from.
-_known: dict[_Site, tuple[list[str], Block]] = {}
+# The block of each `with` already read, with the code that holds it and the lines it was read
+# from. Invariant: the code is kept, so that its id stays its own.
+_known: dict[tuple[int, int], tuple[CodeType, list[str], Block]] = {}
+_MOST_KNOWN = 1000
+# The last file that was parsed: most traces of a file are read one after the other.
+_parsed: dict[str, tuple[list[str], ast.Module]] = {}
 
 
 def source_lines(filename: str) -> list[str]:
@@ -48,32 +55,45 @@ def source_lines(filename: str) -> list[str]:
     return linecache.getlines(filename)
 
 
+@cache
 def _command_lines() -> list[str]:
     """Return the text of `python -c TEXT`, which is in no file."""
-    argv = sys.orig_argv
-    for position, argument in enumerate(argv[1:], 1):
-        if argument == "-c" and position + 1 < len(argv):
-            return argv[position + 1].splitlines(keepends=True)
-        if not argument.startswith("-"):
+    arguments = iter(sys.orig_argv[1:])
+    for argument in arguments:
+        if not argument.startswith("-") or argument == "-":
             break
+        if argument == "--check-hash-based-pycs":
+            next(arguments, None)
+        if argument.startswith("--"):
+            continue
+        for position, letter in enumerate(argument[1:], 2):
+            rest = argument[position:]
+            if letter == "c":
+                return lines_of(rest or next(arguments, ""))
+            if letter in "mWX":
+                if not rest:
+                    next(arguments, None)
+                break
     return []
 
 
 def block_at(frame: FrameType) -> Block:
-    """Return the body of the `with` statement at the current line of ``frame``.
+    """Return the body of the `with` statement that ``frame`` enters now.
 
     Raises:
-        WithBlockNotFoundError: The text is not readable, or holds no `with` there.
-        BlockShapeError: The body stands on the `with` line, or starts with `try:`.
+        WithBlockNotFoundError: The text is not readable, holds no `with` there, or was edited
+            since it was loaded.
+        BlockShapeError: The body stands on the `with` line, or starts with `try:`, or another
+            context manager stands between the tracer and it.
+        SyntaxError: The body holds `return` or another statement that would leave it.
     """
     code = frame.f_code
-    line = frame.f_lineno
-    site = (code.co_filename, line, code.co_name, code.co_firstlineno)
+    site = (id(code), frame.f_lasti)
     lines = source_lines(code.co_filename)
     known = _known.get(site)
-    if known is not None and known[0] is lines:
-        return known[1]
-    where = Where(code.co_filename, line, code.co_name)
+    if known is not None and known[1] is lines:
+        return known[2]
+    where = Where(code.co_filename, frame.f_lineno, code.co_name)
     if not lines:
         raise WithBlockNotFoundError(
             explain(
@@ -83,47 +103,138 @@ def block_at(frame: FrameType) -> Block:
                 todo="Put the block into a file, a notebook cell, or `python -c`.",
             )
         )
-    node = _with_at(lines, code.co_filename, line)
-    if node is None:
+    block = _loaded_block(frame, lines)
+    if block is None:
+        # The module may have been loaded again since its text was read.
+        linecache.checkcache(code.co_filename)
+        lines = source_lines(code.co_filename)
+        block = _loaded_block(frame, lines)
+    if block is None:
         raise WithBlockNotFoundError(
             explain(
-                f"There is no `with` statement at line {line} of {code.co_filename!r}.",
+                f"{code.co_filename!r} was edited since it was loaded.",
                 where=where,
+                why="The block is read from the file's text, which is no longer that of the code "
+                "that runs, so there is no source text for it.",
+                todo="Load the module again, or restart Python.",
+            )
+        )
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known[site] = (code, lines, block)
+    return block
+
+
+def _loaded_block(frame: FrameType, lines: list[str]) -> Block | None:
+    """Return the block of ``frame`` in ``lines``, or None where these are not its text."""
+    code = frame.f_code
+    node = _with_at(frame, lines)
+    if node is None:
+        whole = range(1, len(lines) + 1)
+        if not is_as_loaded(code, frame.f_globals, lines, whole):
+            return None
+        raise WithBlockNotFoundError(
+            explain(
+                f"There is no `with` statement at line {frame.f_lineno} of {code.co_filename!r}.",
+                where=Where(code.co_filename, frame.f_lineno, code.co_name),
                 why="A run starts only through a `with` statement at the call site.",
                 todo="Write `with model.trace(...) as tracer:` where the run shall start.",
             )
         )
-    block = _block_of(node, lines, code.co_filename, code.co_name)
-    _known[site] = (lines, block)
+    start = _first_line(node)
+    last = node.body[-1].end_lineno or start
+    if not is_as_loaded(code, frame.f_globals, lines, range(start, last + 1)):
+        return None
+    _check_shape(node, start, frame)
+    text = "".join(lines[start - 1 : last])
+    flags = code.co_flags & future.annotations.compiler_flag
+    block = Block(code.co_filename, start, text.rstrip("\r\n") + "\n", code.co_name, flags)
+    block.code()  # what cannot be compiled is refused before anything runs
     return block
 
 
-def _with_at(lines: list[str], filename: str, line: int) -> ast.With | None:
-    """Return the innermost `with` whose header holds ``line``.
+def _tree_of(filename: str, lines: list[str]) -> ast.Module | None:
+    parsed = _parsed.get(filename)
+    if parsed is None or parsed[0] is not lines:
+        try:
+            parsed = (lines, ast.parse("".join(lines), filename))
+        except SyntaxError:
+            return None
+        _parsed.clear()
+        _parsed[filename] = parsed
+    return parsed[1]
 
-    A header may span lines, and the line of a frame that enters it is the keyword's or that of
-    the item, depending on the Python version.
+
+def _position(frame: FrameType) -> tuple[int | None, ...]:
+    """Return the first and last line, first and last column of what ``frame`` runs now."""
+    return next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+
+
+def _with_at(frame: FrameType, lines: list[str]) -> ast.With | None:
+    """Return the `with` that ``frame`` enters now.
+
+    Its place in the code says which; where the code has no columns, it is the innermost one whose
+    header holds the line.
     """
-    try:
-        tree = ast.parse("".join(lines), filename)
-    except SyntaxError:  # a notebook cell with magics: its text cannot be parsed as a whole
+    tree = _tree_of(frame.f_code.co_filename, lines)
+    if tree is None:
         return None
+    place, line = _position(frame), frame.f_lineno
     found = None
     for node in ast.walk(tree):
-        if isinstance(node, ast.With) and node.lineno <= line:
-            ends = [item.context_expr.end_lineno or 0 for item in node.items]
-            last = max(*ends, node.body[0].lineno - 1, node.lineno)
-            if line <= last and (found is None or node.lineno >= found.lineno):
-                found = node
+        if not isinstance(node, ast.With):
+            continue
+        if place[2] is not None:
+            # The place is that of the whole statement, or of one of its items.
+            if any(_place(one) == place for one in (node, *_expressions(node))):
+                return node
+        elif node.lineno <= line <= max(_header_end(node), node.body[0].lineno - 1) and (
+            found is None or node.lineno >= found.lineno
+        ):
+            found = node
     return found
 
 
-def _block_of(node: ast.With, lines: list[str], filename: str, name: str) -> Block:
-    first, last = node.body[0], node.body[-1]
-    start = min([first.lineno, *[item.lineno for item in getattr(first, "decorator_list", ())]])
-    header_end = max(item.context_expr.end_lineno or node.lineno for item in node.items)
+def _expressions(node: ast.With) -> list[ast.expr]:
+    return [item.context_expr for item in node.items]
+
+
+def _place(node: ast.expr | ast.stmt) -> tuple[int | None, ...]:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+
+def _header_end(node: ast.With) -> int:
+    ends = [one.end_lineno or node.lineno for one in _expressions(node)]
+    ends += [item.optional_vars.end_lineno or 0 for item in node.items if item.optional_vars]
+    return max(ends)
+
+
+def _first_line(node: ast.With) -> int:
+    first = node.body[0]
+    return min([first.lineno, *[one.lineno for one in getattr(first, "decorator_list", ())]])
+
+
+def _is_last_item(node: ast.With, frame: FrameType) -> bool:
+    """Tell whether the tracer that ``frame`` enters is the last item of ``node``."""
+    if len(node.items) == 1:
+        return True
+    place = _position(frame)
+    if place != _place(node):
+        return place == _place(_expressions(node)[-1]) or place[2] is None
+    # One instruction per item enters it, all with the place of the whole statement.
+    now = next(one for one in dis.get_instructions(frame.f_code) if one.offset == frame.f_lasti)
+    entered = [
+        one.offset
+        for one in dis.get_instructions(frame.f_code)
+        if one.opname == now.opname and one.positions is not None and tuple(one.positions) == place
+    ]
+    return entered[-1] == frame.f_lasti
+
+
+def _check_shape(node: ast.With, start: int, frame: FrameType) -> None:
+    filename, name = frame.f_code.co_filename, frame.f_code.co_name
     where = Where(filename, start, name)
-    if start <= header_end:
+    if start <= _header_end(node):
         raise BlockShapeError(
             explain(
                 "The body of a traced `with` must start on its own line.",
@@ -132,7 +243,7 @@ def _block_of(node: ast.With, lines: list[str], filename: str, name: str) -> Blo
                 todo="Move the body to the next line.",
             )
         )
-    if isinstance(first, ast.Try | ast.TryStar):
+    if _starts_with_try(node.body):
         raise BlockShapeError(
             explain(
                 "The body of a traced `with` cannot start with `try:`.",
@@ -141,45 +252,76 @@ def _block_of(node: ast.With, lines: list[str], filename: str, name: str) -> Blo
                 todo="Put a statement before the `try:`, or the `with` inside it.",
             )
         )
-    text = "".join(lines[start - 1 : last.end_lineno])
-    return Block(filename, start, text if text.endswith("\n") else text + "\n", name)
+    if not _is_last_item(node, frame):
+        raise BlockShapeError(
+            explain(
+                "The tracer must be the last item of its `with`.",
+                where=Where(filename, frame.f_lineno, name),
+                why="What stands behind it would be left again before the block runs.",
+                todo="Put the other context managers before the tracer, or into the block.",
+            )
+        )
+
+
+def _starts_with_try(body: list[ast.stmt]) -> bool:
+    """Tell whether a `try:` is the first to run, behind statements that compile to nothing."""
+    for node in body:
+        if isinstance(node, ast.Try | ast.TryStar):
+            return True
+        if isinstance(node, ast.If | ast.While) and isinstance(node.test, ast.Constant):
+            return _starts_with_try(node.body if node.test.value else node.orelse)
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not is_text and not isinstance(node, ast.Pass | ast.Global):
+            return False
+    return False
 
 
 @final
-class BodyGuard:
-    """Keeps the body of one `with` from running in its frame.
+class BodyCapture:
+    """The body of one `with`, kept from running in its frame.
 
-    `install` in `__enter__`, `remove` in `__exit__`; between them the frame's next line raises
-    `BodySkipped`.
+    `BodyCapture(frame)` and then ``sys.settrace(trace_nothing)`` in `__enter__`, `release` in
+    `__exit__`; between them the first line of the body raises `BodySkipped`.
+
+    Note [Calls and returns are balanced]
+        A trace function must be on for a frame's own one to be called, and a tracer written in C
+        never calls it: for the few instructions in between a plain function stands in.
+        Coverage's counts calls and returns. It would see the call of `__enter__` but not its
+        return, and the return of `__exit__` but not its call, so it is told of them.
+
+    Raises:
+        WithBlockNotFoundError: See `block_at`, which lists the others.
     """
 
-    __slots__ = ("_frame", "_local", "_outer")
+    __slots__ = ("_body", "_local", "_outer", "block", "counting", "frame")
 
     def __init__(self, frame: FrameType) -> None:
-        self._frame: FrameType | None = frame
-        self._outer: TraceFunction | None = None
-        self._local: TraceFunction | None = None
+        self.frame = frame
+        self.block = block_at(frame)
+        self._outer: Any = sys.gettrace()
+        self._local: Any = frame.f_trace
+        # Coverage's tracer written in C, or None.
+        is_counting = type(self._outer).__module__.partition(".")[0] == "coverage"
+        self.counting: Any = self._outer if is_counting else None
+        first = self.block.first_line
+        self._body = range(first, first + self.block.source.count("\n"))
+        # A block of nothing may run, and what it raises no handler would catch.
+        if not self.block.does_nothing():
+            frame.f_trace = self._skip
 
-    def install(self) -> None:
-        """Make the next line of the frame raise."""
-        frame = self._frame
-        assert frame is not None
-        self._outer = sys.gettrace()
-        self._local = frame.f_trace
+    # A method, not a closure: one that returns itself would keep the frame.
+    def _skip(self, at: FrameType, event: str, _: object) -> Any:
+        # A header of several lines goes on after the tracer was entered.
+        if at is self.frame and event == "line" and at.f_lineno in self._body:
+            raise BodySkipped
+        return self._skip
 
-        def skip(at: FrameType, event: str, _: object) -> Any:
-            if at is frame and event == "line":
-                raise BodySkipped
-            return skip
-
-        # A trace function must be on for a frame's own one to be called, and a tracer written in
-        # C never calls it: for the few instructions in between a plain function stands in.
-        sys.settrace(lambda *_: None)
-        frame.f_trace = skip
-
-    def remove(self) -> None:
+    def release(self) -> None:
         """Put back the trace functions that were there before."""
-        frame, self._frame = self._frame, None
-        if frame is not None:
-            frame.f_trace = self._local
-            sys.settrace(self._outer)
+        self.frame.f_trace = self._local
+        sys.settrace(self._outer)
+
+
+def trace_nothing(*_: object) -> None:
+    """Trace no frame: stands in for the caller's trace function."""
+    return None

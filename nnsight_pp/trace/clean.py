@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import TracebackType
+from typing import NoReturn
 
 _PACKAGE = "nnsight_pp."
 
@@ -22,3 +23,13 @@ def without_own_frames(error: BaseException) -> BaseException:
     for kept in reversed(entries):
         chain = TracebackType(chain, kept.tb_frame, kept.tb_lasti, kept.tb_lineno)
     return error if chain is None else error.with_traceback(chain)
+
+
+def raise_again(error: BaseException) -> NoReturn:
+    """Raise ``error`` as it was raised before: during and because of what it was then."""
+    context = error.__context__
+    try:
+        raise without_own_frames(error)
+    finally:
+        error.__context__ = context
+        del error  # the traceback holds this frame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ class Names:
         for name in names:
             try:
                 value = scope[name]
-            except KeyError:
+            except (KeyError, NameError):
                 continue
             if getattr(builtins, name, scope) is not value:
                 found[name] = value
@@ -46,14 +47,23 @@ class Names:
 def names_of(frame: FrameType, shared: Any = None) -> Names:
     """Return the names of ``frame``; ``shared`` are those that blocks beside this one bind.
 
-    A name of the frame itself wins over a shared one, and a shared one over a global one.
+    A shared name wins over one of the frame, as the later of two assignments does: a loop, or a
+    cell that is run again, would else find the value that the last run left there.
     """
     siblings = () if shared is None else (shared,)
     is_block = isinstance(frame.f_globals, Scope)
-    if frame.f_locals is frame.f_globals:
-        if is_block:
-            own = frame.f_globals
-            assert isinstance(own, Scope)
-            return Names((*own.layers()[:-1], *siblings, own.layers()[-1]), is_block=True)
-        return Names((*siblings, frame.f_globals))
-    return Names((dict(frame.f_locals), *siblings, frame.f_globals), is_block=is_block)
+    if frame.f_locals is not frame.f_globals:
+        own = {**_closed_over(frame), **frame.f_locals}
+        return Names((*siblings, own, frame.f_globals), is_block=is_block)
+    if isinstance(frame.f_globals, Scope):
+        return Names((*siblings, *frame.f_globals.layers()), is_block=True)
+    return Names((*siblings, frame.f_globals))
+
+
+def _closed_over(frame: FrameType) -> dict[str, Any]:
+    """Return what a class body sees of the function around it; other frames show it themselves."""
+    code, outer = frame.f_code, frame.f_back
+    if code.co_flags & inspect.CO_OPTIMIZED or not code.co_freevars or outer is None:
+        return {}
+    found = {**_closed_over(outer), **outer.f_locals}
+    return {name: found[name] for name in code.co_freevars if name in found}

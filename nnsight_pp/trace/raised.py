@@ -26,7 +26,7 @@ def exception_of(failure: Failure) -> BaseException:
     if failure.pickled is not None:
         try:
             error = cloudpickle.loads(failure.pickled)
-        except Exception:  # noqa: BLE001 - its class does not load here: say its name and text
+        except Exception:
             error = None
     if error is None:
         error = BlockError(f"{failure.name}: {failure.text}")
@@ -49,10 +49,10 @@ def _traceback(frames: Sequence[tuple[str, int, str]]) -> TracebackType | None:
 def _frame_at(file: str, line: int, name: str) -> TracebackType:
     """Return a traceback entry whose frame stands at ``file``:``line`` in ``name``."""
     code = compile("\n" * (line - 1) + "raise _Here", file, "exec")
-    names: dict[str, Any] = {"_Here": _Here, "__name__": name}
+    names: dict[str, Any] = {"_Here": _HereError, "__name__": name}
     try:
         exec(code.replace(co_name=name, co_qualname=name), names)
-    except _Here:
+    except _HereError:
         entry = sys.exc_info()[2]
         assert entry is not None
         assert entry.tb_next is not None
@@ -60,5 +60,5 @@ def _frame_at(file: str, line: int, name: str) -> TracebackType:
     raise AssertionError("unreachable")
 
 
-class _Here(Exception):
+class _HereError(Exception):
     pass

@@ -10,23 +10,35 @@ How a block is run is an engine's business: it hands a `Tracer` one function.
 from __future__ import annotations
 
 import sys
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
-from nnsight_pp.core.block import Block, Scope
 from nnsight_pp.core.location import RESULT
 from nnsight_pp.core.saved import SavedSet, active_saves
-from nnsight_pp.errors import BlockError, ConfigurationError, explain
+from nnsight_pp.errors import BlockShapeError, ConfigurationError, explain
 from nnsight_pp.interleave.steps import Steps
-from nnsight_pp.interleave.worker import current_worker, running_worker
-from nnsight_pp.trace.capture import BodyGuard, BodySkipped, block_at, forget_skip
-from nnsight_pp.trace.deliver import deliver
+from nnsight_pp.interleave.worker import current_worker
+from nnsight_pp.trace.capture import (
+    BodyCapture,
+    BodySkipped,
+    forget_skip,
+    trace_nothing,
+)
+from nnsight_pp.trace.clean import raise_again, without_own_frames
+from nnsight_pp.trace.deliver import deliver, let_go
 from nnsight_pp.trace.mount import savable
 from nnsight_pp.trace.names import Names, names_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import FrameType, TracebackType
+
+    from nnsight_pp.core.block import Block, Scope
+
+    # Runs the invocations; fills `Invocation.bound`, and returns an exception to raise in the
+    # user's frame after the names were written, or None.
+    Run = Callable[["Tracer", list["Invocation"]], BaseException | None]
 
 
 class BlockTracer:
@@ -61,8 +73,11 @@ class Invocation:
         block: The captured body.
         names: What the block sees from around it.
         saves: The objects marked by `save`, in this process.
+        scope: The names of the block, where it runs in this process.
         bound: Filled by the engine: what the block bound, or what came back of it.
         is_saved: Whether ``bound`` holds only what was saved.
+        is_over: Whether the block has run to its end, where it runs in this process.
+        warnings: Texts for the user, shown at the `with` after the names were written.
     """
 
     inputs: tuple[Any, ...]
@@ -73,30 +88,56 @@ class Invocation:
     scope: Scope = field(init=False)
     bound: dict[str, Any] = field(default_factory=dict)
     is_saved: bool = False
+    is_over: bool = False
+    warnings: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.scope = self.names.scope()
 
     def take_bound(self) -> None:
         """Fill `bound` with what the block has bound in `scope`."""
-        own = self.scope.own()
-        self.bound = {name: own[name] for name in self.block.binds() if name in own}
+        self.bound = _bound_by(self.block, self.scope)
+
+
+def _bound_by(block: Block, scope: Scope) -> dict[str, Any]:
+    binds = block.binds()
+    return {name: value for name, value in scope.own().items() if name in binds}
 
 
 @final
 class SiblingNames:
-    """The names that the invokes of one trace have bound so far; a later invoke's wins."""
+    """The names that the other invokes of one trace have bound so far.
 
-    __slots__ = ("_invocations",)
+    An earlier invoke's name comes first, as in code that runs from top to bottom. A name that an
+    earlier one may still bind is not taken from around the trace: that would be a value that the
+    last run left there.
 
-    def __init__(self, invocations: list[Invocation]) -> None:
+    Args:
+        invocations: All invokes of the trace.
+        position: Which of them looks names up.
+    """
+
+    __slots__ = ("_invocations", "_position")
+
+    def __init__(self, invocations: list[Invocation], position: int) -> None:
         self._invocations = invocations
+        self._position = position
 
     def __getitem__(self, name: str) -> Any:
-        for invocation in reversed(self._invocations):
-            own = invocation.scope.own()
-            if name in own:
-                return own[name]
+        before = self._invocations[: self._position][::-1]
+        for invocation in (*before, *self._invocations[self._position + 1 :]):
+            try:
+                return invocation.scope.own_name(name)
+            except KeyError:
+                continue
+        if any(name in one.block.binds() and not one.is_over for one in before):
+            raise NameError(
+                explain(
+                    f"{name!r} is bound by an earlier invoke, which has not come that far.",
+                    why="The blocks of a trace run side by side, each up to its next value.",
+                    todo="First read a value that the model computes later, or use another name.",
+                )
+            )
         raise KeyError(name)
 
 
@@ -105,23 +146,20 @@ class Tracer(BlockTracer):
     """One run of a model with blocks beside it.
 
     Args:
-        run: Runs the invocations; an engine's function. It fills `Invocation.bound`, and returns
-            an exception to raise in the user's frame after the names were written, or None.
+        run: Runs the invocations; an engine's function.
         inputs: Positional inputs of the trace. With any input, the body is the one block.
         kwargs: Keyword inputs and options.
         has_input: Whether the trace has an input of its own.
     """
 
     __slots__ = (
-        "_block",
-        "_frame",
-        "_guard",
+        "__weakref__",
+        "_capture",
         "_has_input",
         "_inputs",
         "_invocations",
         "_is_collecting",
         "_kwargs",
-        "_names",
         "_run",
         "_saves",
         "statistics",
@@ -129,61 +167,71 @@ class Tracer(BlockTracer):
 
     def __init__(
         self,
-        run: Callable[[Tracer, list[Invocation]], BaseException | None],
+        run: Run,
         inputs: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
         has_input: bool,
     ) -> None:
-        self._run = run
+        # None once it has been entered: a tracer is good for one run.
+        self._run: Run | None = run
         self._inputs = inputs
         self._kwargs = kwargs
         self._has_input = has_input
-        self._frame: FrameType | None = None
-        self._guard: BodyGuard | None = None
-        self._block: Block | None = None
-        self._names: Names | None = None
-        self._saves: SavedSet | None = None
+        self._capture: BodyCapture | None = None
+        self._saves = SavedSet()
         self._invocations: list[Invocation] = []
         self._is_collecting = False
         self.statistics: dict[str, Any] = {}
 
     def __enter__(self) -> Tracer:
-        if running_worker() is None and self._is_collecting:
-            raise BlockError("this tracer is already running")
-        frame = sys._getframe(1)
-        self._block = block_at(frame)
-        self._frame = frame
-        self._saves = active_saves.get() or SavedSet()
-        self._guard = BodyGuard(frame)
-        self._guard.install()
+        if self._run is None or self._capture is not None:
+            raise BlockShapeError(
+                explain(
+                    "This tracer has already been used.",
+                    why="A tracer is good for one `with`.",
+                    todo="Call `model.trace(...)` again.",
+                )
+            )
+        outermost = active_saves.get()
+        if outermost is not None:
+            self._saves = outermost
+        self._capture = capture = BodyCapture(sys._getframe(1))
+        # Note [Calls and returns are balanced]
+        if capture.counting is not None and sys._getframe().f_trace is None:
+            capture.counting(sys._getframe(), "return", None)
+        sys.settrace(trace_nothing)
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> bool:
-        assert self._guard is not None
-        self._guard.remove()
-        self._guard = None
-        if kind is not None and not issubclass(kind, BodySkipped):
-            self._forget()
-            return False
-        assert self._frame is not None
-        # Only now: the name behind `as` was bound after `__enter__` had returned.
-        self._names = names_of(self._frame)
+        capture, self._capture = self._capture, None
+        run, self._run = self._run, None
+        assert capture is not None
+        assert run is not None
+        capture.release()
+        if capture.counting is not None:  # Note [Calls and returns are balanced]
+            capture.counting(sys._getframe(), "call", None)
         try:
-            self._execute()
+            if kind is not None and not issubclass(kind, BodySkipped):
+                return False
+            self._execute(run, capture.block, capture.frame)
         except BaseException as raised:
             forget_skip(raised)
-            raise
+            raise without_own_frames(raised)  # noqa: B904 - it is the same exception
         finally:
             self._forget()
+            let_go(capture.frame)
         return True
 
-    def invoke(self, *inputs: Any, **kwargs: Any) -> Invoker:
+    def invoke(self, *inputs: Any, **kwargs: Any) -> InvokeStatement:
         """Add one prompt with one block of its own; use it as `with tracer.invoke(prompt):`."""
         if not self._is_collecting:
-            raise BlockError(
+            raise BlockShapeError(
                 explain(
                     "`tracer.invoke` was called where the model is already running, or outside of "
                     "its trace.",
@@ -191,37 +239,36 @@ class Tracer(BlockTracer):
                     todo="Give `trace()` no input, and each `tracer.invoke(...)` its own.",
                 )
             )
-        return Invoker(self, inputs, kwargs)
+        return InvokeStatement(self, inputs, kwargs)
 
-    def _execute(self) -> None:
-        assert self._block is not None
-        assert self._names is not None
-        assert self._saves is not None
-        assert self._frame is not None
+    def _add(self, capture: BodyCapture, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        names = names_of(capture.frame, SiblingNames(self._invocations, len(self._invocations)))
+        self._invocations.append(Invocation(inputs, kwargs, capture.block, names, self._saves))
+
+    def _execute(self, run: Run, block: Block, frame: FrameType) -> None:
+        # Only now: the name behind `as` was bound after `__enter__` had returned.
+        names = names_of(frame)
+        own: dict[str, Any] = {}
         if self._has_input:
-            invocation = Invocation(
-                self._inputs, self._kwargs, self._block, self._names, self._saves
+            self._invocations.append(
+                Invocation(self._inputs, self._kwargs, block, names, self._saves)
             )
-            error = self._run(self, [invocation])
-            self._write(self._frame, self._names, [invocation], {})
         else:
-            scope, invocations = self._collect()
-            error = self._run(self, invocations)
-            found = scope.own()
-            own = {name: found[name] for name in self._block.binds() if name in found}
-            self._write(self._frame, self._names, invocations, own)
+            own = self._collect(block, names.scope())
+        error = run(self, self._invocations)
+        self._write(frame, own, is_block=names.is_block)
         if error is not None:
-            raise error
+            raise_again(error)
+        for invocation in self._invocations:
+            for text in invocation.warnings:
+                warnings.warn(text, UserWarning, stacklevel=3)
 
-    def _collect(self) -> tuple[Scope, list[Invocation]]:
-        """Run the trace's own body, which declares the invokes."""
-        assert self._block is not None
-        assert self._names is not None
-        scope = self._names.scope()
+    def _collect(self, block: Block, scope: Scope) -> dict[str, Any]:
+        """Run the trace's own body, which declares the invokes; return the names it bound."""
         token = active_saves.set(self._saves)
         self._is_collecting = True
         try:
-            exec(self._block.code(), scope)
+            exec(block.code(), scope)
         finally:
             self._is_collecting = False
             active_saves.reset(token)
@@ -232,72 +279,61 @@ class Tracer(BlockTracer):
                     todo="Write `model.trace(prompt)`, or `with tracer.invoke(prompt):` inside.",
                 )
             )
-        return scope, self._invocations
+        return _bound_by(block, scope)
 
-    def _write(
-        self,
-        frame: FrameType,
-        names: Names,
-        invocations: list[Invocation],
-        own: dict[str, Any],
-    ) -> None:
+    def _write(self, frame: FrameType, own: dict[str, Any], *, is_block: bool) -> None:
         """Write names into the user's frame: all into a block around it, else the saved ones."""
-        assert self._saves is not None
-        found = {
-            name: value for name, value in own.items() if names.is_block or value in self._saves
-        }
-        for invocation in invocations:
-            for name, value in invocation.bound.items():
-                if names.is_block or invocation.is_saved or value in self._saves:
-                    found[name] = value
+        found = {name: value for name, value in own.items() if is_block or value in self._saves}
+        for invocation in self._invocations:
+            takes_all = is_block or invocation.is_saved
+            found.update(
+                (name, value)
+                for name, value in invocation.bound.items()
+                if takes_all or value in self._saves
+            )
         deliver(frame, found)
 
     def _forget(self) -> None:
         """Drop what would keep the model, the frame or the inputs alive."""
-        self._frame = None
-        self._names = None
         self._inputs = ()
         self._kwargs = {}
-        self._invocations = []
-        self._is_collecting = False
+        # The names of each invocation lead back to this list.
+        self._invocations.clear()
+        self._saves = SavedSet()
 
 
 @final
-class Invoker:
+class InvokeStatement:
     """`with tracer.invoke(prompt):` - captures its body as one block."""
 
-    __slots__ = ("_block", "_frame", "_guard", "_inputs", "_kwargs", "_tracer")
+    __slots__ = ("_capture", "_inputs", "_kwargs", "_tracer")
 
     def __init__(self, tracer: Tracer, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._tracer = tracer
         self._inputs = inputs
         self._kwargs = kwargs
-        self._guard: BodyGuard | None = None
-        self._frame: FrameType | None = None
-        self._block: Block | None = None
+        self._capture: BodyCapture | None = None
 
     def __enter__(self) -> Tracer:
-        frame = sys._getframe(1)
-        self._frame = frame
-        self._block = block_at(frame)
-        self._guard = BodyGuard(frame)
-        self._guard.install()
+        self._capture = capture = BodyCapture(sys._getframe(1))
+        # Note [Calls and returns are balanced]
+        if capture.counting is not None and sys._getframe().f_trace is None:
+            capture.counting(sys._getframe(), "return", None)
+        sys.settrace(trace_nothing)
         return self._tracer
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
     ) -> bool:
-        assert self._guard is not None
-        self._guard.remove()
-        frame, self._frame = self._frame, None
+        capture, self._capture = self._capture, None
+        assert capture is not None
+        capture.release()
+        if capture.counting is not None:  # Note [Calls and returns are balanced]
+            capture.counting(sys._getframe(), "call", None)
         if kind is not None and not issubclass(kind, BodySkipped):
             return False
-        assert frame is not None
-        assert self._block is not None
-        saves = self._tracer._saves
-        assert saves is not None
-        names = names_of(frame, SiblingNames(self._tracer._invocations))
-        self._tracer._invocations.append(
-            Invocation(self._inputs, self._kwargs, self._block, names, saves)
-        )
+        self._tracer._add(capture, self._inputs, self._kwargs)
         return True

@@ -14,7 +14,9 @@ import sys
 import sysconfig
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from threading import Lock
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -26,10 +28,12 @@ if TYPE_CHECKING:
     from nnsight_pp.core.block import Block
 
 _LIBRARY_FOLDERS = tuple(
-    str(Path(sysconfig.get_path(name)).resolve())
+    Path(sysconfig.get_path(name)).resolve()
     for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 _PACKAGE = __name__.partition(".")[0]
+# What cloudpickle ships by value is noted for the whole process.
+_registry = Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +91,15 @@ def is_users(module: ModuleType) -> bool:
     if module.__name__.partition(".")[0] in (_PACKAGE, "__main__", "builtins"):
         return False
     file = getattr(module, "__file__", None)
-    if file is None:
-        return False
-    return not str(Path(file).resolve()).startswith(_LIBRARY_FOLDERS)
+    return file is not None and not _is_installed(file)
+
+
+@lru_cache(maxsize=4096)
+def _is_installed(file: str) -> bool:
+    path = Path(file).resolve()
+    if {"site-packages", "dist-packages"} & set(path.parts):
+        return True
+    return any(path.is_relative_to(folder) for folder in _LIBRARY_FOLDERS)
 
 
 def encode_block(message: BlockMessage, name_of: Callable[[Any], Any]) -> bytes:
@@ -100,7 +110,7 @@ def encode_block(message: BlockMessage, name_of: Callable[[Any], Any]) -> bytes:
         name_of: Returns what stands for an object that exists on both sides, or None.
     """
     file = io.BytesIO()
-    with ExitStack() as stack:
+    with _registry, ExitStack() as stack:
         _Writer(file, name_of, stack).dump(message)
     return file.getvalue()
 

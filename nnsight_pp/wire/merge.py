@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from nnsight_pp.core.report import Elsewhere, Failure, Report
+from nnsight_pp.core.tree import children, rebuild
 from nnsight_pp.errors import RankDivergenceError
 
 if TYPE_CHECKING:
@@ -51,9 +54,9 @@ def _merge_names(parts: list[dict[str, Any]], *, is_partial: bool) -> dict[str, 
         values = [part[name] for part in parts if name in part]
         try:
             if len(values) != len(parts):
-                raise _Mismatch(f"{len(values)} of {len(parts)} stages saved it")
+                raise _MismatchError(f"{len(values)} of {len(parts)} stages saved it")
             merged[name] = _merge(values)
-        except _Mismatch as mismatch:
+        except _MismatchError as mismatch:
             if not is_partial:
                 raise RankDivergenceError(
                     f"The stages disagree about the saved value {name!r}: {mismatch}. Every rank "
@@ -63,32 +66,36 @@ def _merge_names(parts: list[dict[str, Any]], *, is_partial: bool) -> dict[str, 
     return merged
 
 
-class _Mismatch(Exception):
+class _MismatchError(Exception):
     pass
 
 
 def _merge(values: list[Any]) -> Any:
     real = [value for value in values if not isinstance(value, Elsewhere)]
     if not real:
-        raise _Mismatch("no stage sent it")
+        raise _MismatchError("no stage sent it")
     first = real[0]
-    if isinstance(first, dict):
-        _same([set(value) if isinstance(value, dict) else None for value in real], "keys")
-        items = {key: _merge([value[key] for value in real]) for key in first}
-        if type(first) is dict:
-            return items
-        for key, item in items.items():
-            first[key] = item
+    _same([type(value).__name__ for value in real], "types")
+    held = [children(value) for value in real]
+    if held[0] is None:
+        _same_leaf(real)
         return first
-    if isinstance(first, (list, tuple)):
-        _same([len(v) if isinstance(v, (list, tuple)) else None for v in real], "lengths")
-        items = [_merge([value[index] for value in real]) for index in range(len(first))]
-        if isinstance(first, tuple) and hasattr(first, "_fields"):
-            return type(first)(*items)
-        return type(first)(items)
-    return first
+    if isinstance(first, dict):
+        _same([list(value) for value in real], "keys")
+    _same([len(items or ()) for items in held], "lengths")
+    columns = zip(*[items or () for items in held], strict=True)
+    return rebuild(first, [_merge(list(column)) for column in columns])
+
+
+def _same_leaf(real: list[Any]) -> None:
+    """Raise where a leaf that several stages hold cannot have been computed alike."""
+    first = real[0]
+    if isinstance(first, torch.Tensor):
+        _same([(tuple(value.shape), value.dtype) for value in real], "shapes")
+    elif isinstance(first, (int, str, bytes)):
+        _same(real, "values")
 
 
 def _same(facts: list[Any], what: str) -> None:
     if any(fact != facts[0] for fact in facts):
-        raise _Mismatch(f"different {what} {facts}")
+        raise _MismatchError(f"different {what} {facts}")

@@ -19,7 +19,7 @@ def encode_reports(reports: list[Report]) -> bytes:
     """Return ``reports`` as bytes. A value that cannot be sent becomes its report's failure."""
     try:
         return to_bytes(reports)
-    except Exception:  # noqa: BLE001 - find out below whose fault it is
+    except Exception:
         return to_bytes([_sendable(report) for report in reports])
 
 
@@ -29,21 +29,28 @@ def decode_reports(data: bytes) -> list[Report]:
 
 
 def _sendable(report: Report) -> Report:
-    saved: dict[str, Any] = {}
-    failure = report.failure
-    for name, value in report.saved.items():
+    saved, failure = _sendable_names(report.saved, report.failure, report.stage)
+    grown, failure = _sendable_names(report.grown, failure, report.stage)
+    return replace(report, saved=saved, grown=grown, failure=failure)
+
+
+def _sendable_names(
+    names: dict[str, Any], failure: Failure | None, stage: int
+) -> tuple[dict[str, Any], Failure | None]:
+    """Return those of ``names`` that can be sent; the first other one becomes the failure."""
+    sent: dict[str, Any] = {}
+    for name, value in names.items():
         try:
             to_bytes(value)
-        except Exception as error:  # noqa: BLE001 - reported to the user by name
+        except Exception as error:
             text = (
                 f"The saved value {name!r} ({type(value).__name__}) cannot leave the engine: "
                 f"{type(error).__name__}: {error}"
             )
-            unsent = ValueUnavailableError(text)
-            failure = failure or failure_of(unsent, "", report.stage, 0)
+            failure = failure or failure_of(ValueUnavailableError(text), "", stage, 0)
         else:
-            saved[name] = value
-    return replace(report, saved=saved, grown={}, failure=failure)
+            sent[name] = value
+    return sent, failure
 
 
 def without_remote(value: Any) -> Any:
@@ -65,7 +72,7 @@ def failure_of(error: BaseException, filename: str, stage: int, asked: int) -> F
     """
     try:
         pickled: bytes | None = cloudpickle.dumps(error)
-    except Exception:  # noqa: BLE001 - the class name and the text still cross
+    except Exception:
         pickled = None
     return Failure(
         name=type(error).__name__,

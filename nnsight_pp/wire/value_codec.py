@@ -2,7 +2,8 @@
 
 The header is a pickle in which each tensor is a number; the payload holds the tensors' elements,
 each at a multiple of 16 bytes. So any mix of dtypes, tuples, dicts, dataclasses and `None` crosses,
-and the receiver needs no guess about sizes. A tensor that occurs twice is sent once.
+and the receiver needs no guess about sizes. A tensor that occurs twice is sent once. Tensors cross
+without their autograd graph, and arrive on the CPU; a parameter stays one.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ _LENGTH = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How one tensor lies in the payload."""
+    """How one tensor lies in the payload.
+
+    Attributes:
+        is_parameter: None for a plain tensor, else whether the parameter requires grad.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset: int
+    is_parameter: bool | None = None
 
 
 class _Writer(cloudpickle.Pickler):
@@ -36,11 +42,14 @@ class _Writer(cloudpickle.Pickler):
         self._index: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, torch.Tensor):
+        # CAUTION: a remote value says that it is a tensor, and moves bytes to do so.
+        if type(obj) not in (torch.Tensor, torch.nn.Parameter):
             return None
+        if obj.device.type == "meta":
+            raise pickle.PicklingError("a tensor on the meta device has no elements to send")
+        if obj.layout != torch.strided or obj.is_quantized:
+            return None  # torch's own way
         if id(obj) not in self._index:
-            if obj.layout != torch.strided or obj.is_quantized or obj.device.type == "meta":
-                raise pickle.PicklingError(f"a {obj.layout} tensor on {obj.device} cannot be sent")
             self._index[id(obj)] = len(self.tensors)
             self.tensors.append(obj)
         return self._index[id(obj)]
@@ -66,8 +75,10 @@ def encode(value: Any) -> tuple[bytes, list[torch.Tensor]]:
     writer.dump(value)
     shapes, pieces, offset = [], [], 0
     for tensor in writer.tensors:
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        shapes.append(_Shape(tensor.dtype, tuple(tensor.shape), offset))
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+        flat = plain.contiguous().reshape(-1).view(torch.uint8)
+        grad = tensor.requires_grad if isinstance(tensor, torch.nn.Parameter) else None
+        shapes.append(_Shape(tensor.dtype, tuple(tensor.shape), offset, grad))
         padding = -len(flat) % _ALIGN
         pieces.append(flat)
         if padding:
@@ -89,7 +100,10 @@ def _tensor(shape: _Shape, payload: torch.Tensor) -> torch.Tensor:
         count *= size
     length = count * shape.dtype.itemsize
     flat = payload[shape.offset : shape.offset + length]
-    return flat.view(shape.dtype).reshape(shape.shape)
+    tensor = flat.view(shape.dtype).reshape(shape.shape)
+    if shape.is_parameter is None:
+        return tensor
+    return torch.nn.Parameter(tensor, requires_grad=shape.is_parameter)
 
 
 def to_bytes(value: Any) -> bytes:
@@ -106,5 +120,7 @@ def from_bytes(data: bytes) -> Any:
     (length,) = _LENGTH.unpack_from(data)
     header = data[start : start + length]
     elements = bytearray(memoryview(data)[start + length :])
-    payload = torch.frombuffer(elements, dtype=torch.uint8) if elements else torch.empty(0)
+    payload = torch.empty(0, dtype=torch.uint8)
+    if elements:
+        payload = torch.frombuffer(elements, dtype=torch.uint8)
     return decode(header, payload)

@@ -32,6 +32,16 @@ SHAPE: dict[str, Any] = {
 }
 
 
+def tiny_llama(*, seed: int = 0, **changes: Any) -> Any:
+    """Return a random two-layer Llama of this process, for a vocabulary of 32 ids."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 32}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**{**SHAPE, **small, **changes})).float().eval()
+
+
 def make_tiny_llama(folder: Path, tokenizer_from: Path, *, seed: int = 0, **changes: Any) -> Path:
     """Write a random Llama with its own output head; ``changes`` go into the config."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -9,41 +9,32 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import pickle
-import uuid
-import warnings
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
 from vllm import LLM
 from vllm.engine.arg_utils import EngineArgs
+from vllm.tokenizers import get_tokenizer
+from vllm.transformers_utils.config import get_config
 
 from nnsight_pp.engines.vllm import compat, machine
-from nnsight_pp.engines.vllm.ledger import apply_change
-from nnsight_pp.engines.vllm.prompts import prompt_of, sampling_params
-from nnsight_pp.engines.vllm.tree import VLLMTree, name_of
+from nnsight_pp.engines.vllm.batch import Batch
+from nnsight_pp.engines.vllm.prompts import sampling_params
+from nnsight_pp.engines.vllm.root import VLLMTree
 from nnsight_pp.errors import (
     ConfigurationError,
-    EngineDiedError,
     EngineError,
     InternalError,
     explain,
 )
 from nnsight_pp.interleave import thread_state
-from nnsight_pp.trace.raised import exception_of
 from nnsight_pp.trace.tracer import Invocation, Tracer
-from nnsight_pp.wire.block_codec import BlockMessage, encode_block
-from nnsight_pp.wire.merge import merge_reports
-from nnsight_pp.wire.report_codec import decode_reports
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    import torch
 
-    from nnsight_pp.core.report import Report
-
-log = logging.getLogger(__name__)
 _WORKER = "nnsight_pp.engines.vllm.rank.RankWorker"
 _FORCED = {
     # One round of a request at a time: a rank that opens round k knows that all have finished
@@ -91,10 +82,14 @@ class VLLM(VLLMTree):
             "enforce_eager": True,
             "enable_chunked_prefill": False,
             "disable_log_stats": True,
+            # The ranks' own bar says little and is torn by their other words.
+            "use_tqdm_on_load": False,
             **engine_args,
             **_FORCED,
         }
         self._llm: LLM | None = None
+        # vLLM's offline engine is not safe for threads: one run at a time.
+        self._lock = threading.RLock()
         self._stage_of: dict[str, Any] = {}
         self._close_at_exit: Any = None
         with self._environment():
@@ -158,8 +153,7 @@ class VLLM(VLLMTree):
         self._close_at_exit = weakref.finalize(self, _shut_down, self._llm)
         atexit.register(self._close_at_exit)
         for answer in self._call("nnsight_describe"):
-            _, _, spans = pickle.loads(answer)
-            self._stage_of = spans
+            _, _, self._stage_of = pickle.loads(answer)
         return self
 
     def close(self) -> None:
@@ -177,8 +171,6 @@ class VLLM(VLLMTree):
         self.close()
 
     def _own_tokenizer(self) -> Any:
-        from vllm.tokenizers import get_tokenizer
-
         return get_tokenizer(
             self._arguments.get("tokenizer") or self._arguments["model"],
             trust_remote_code=bool(self._arguments.get("trust_remote_code")),
@@ -217,9 +209,11 @@ class VLLM(VLLMTree):
             **options: vLLM's sampling parameters, such as ``temperature`` and ``max_tokens``.
         """
 
-        def run(tracer: Tracer, invocations: list[Invocation]) -> BaseException | None:
-            self.dispatch()
-            return self._run(invocations, {} if inputs else options)
+        def run(_: Tracer, invocations: list[Invocation]) -> BaseException | None:
+            batch = Batch(self, invocations, {} if inputs else options)
+            with self._lock:
+                self.dispatch()
+                return batch.run(self._llm, self._call)
 
         return Tracer(run, inputs, options, has_input=bool(inputs))
 
@@ -230,79 +224,11 @@ class VLLM(VLLMTree):
             prompts: One prompt or a list of them.
             **options: vLLM's sampling parameters.
         """
-        self.dispatch()
-        assert self._llm is not None
-        return self._llm.generate(prompts, sampling_params(options, None), use_tqdm=False)
-
-    def _run(
-        self, invocations: Sequence[Invocation], options: dict[str, Any]
-    ) -> BaseException | None:
-        """Run the invocations as one batch of requests; fill what they bound."""
-        assert self._llm is not None
-        traces = [uuid.uuid4().hex for _ in invocations]
-        prompts, params, shipped = [], [], []
-        for trace, invocation in zip(traces, invocations, strict=True):
-            names = invocation.names.look_up(invocation.block.reads())
-            saved = tuple(name for name, value in names.items() if value in invocation.saves)
-            message = BlockMessage(
-                trace, invocation.block, names, saved, torch.is_grad_enabled()
-            )
-            data = encode_block(message, lambda obj: name_of(self, obj))
-            merged = {**options, **invocation.kwargs}
-            prompts.append(prompt_of(invocation.inputs, trace))
-            params.append(sampling_params(merged, pickle.dumps((trace, data))))
-            shipped.append(names)
-        outputs: list[Any] = [None] * len(traces)
-        try:
-            outputs = self._llm.generate(prompts, params, use_tqdm=False)
-        except Exception as error:
-            self._check_alive(error)
-            raise
-        finally:
-            results = [None if output is None else pickle.dumps(output) for output in outputs]
-            reports = self._collect(list(zip(traces, results, strict=True)))
-        return self._settle(invocations, shipped, traces, reports)
-
-    def _collect(self, wanted: list[tuple[str, bytes | None]]) -> dict[str, list[Report]]:
-        """Return the stages' reports by trace."""
-        found: dict[str, list[Report]] = {}
-        for answer in self._call("nnsight_collect", pickle.dumps(wanted)):
-            for report in decode_reports(answer) if answer else []:
-                found.setdefault(report.trace, []).append(report)
-        return found
-
-    def _settle(
-        self,
-        invocations: Sequence[Invocation],
-        shipped: Sequence[dict[str, Any]],
-        traces: Sequence[str],
-        reports: dict[str, list[Report]],
-    ) -> BaseException | None:
-        """Fill `Invocation.bound`, change outer objects, warn; return the first error."""
-        first: BaseException | None = None
-        for trace, invocation, names in zip(traces, invocations, shipped, strict=True):
-            if trace not in reports:
-                raise InternalError(f"no stage reported on trace {trace}")
-            report = merge_reports(reports[trace])
-            invocation.is_saved = True
-            invocation.bound = report.saved
-            for name, change in report.grown.items():
-                apply_change(names[name], change)
-            for text in report.warnings:
-                warnings.warn(text, UserWarning, stacklevel=6)
-            if report.failure is not None and first is None:
-                first = exception_of(report.failure)
-        return first
-
-    def _check_alive(self, error: Exception) -> None:
-        if type(error).__name__ == "EngineDeadError":
-            raise EngineDiedError(
-                explain(
-                    "The engine has died.",
-                    why=f"vLLM says: {error}",
-                    todo="`model.close()`, and run again; its output above says what happened.",
-                )
-            ) from error
+        params = sampling_params(options, None)
+        with self._lock:
+            self.dispatch()
+            assert self._llm is not None
+            return self._llm.generate(prompts, params, use_tqdm=False)
 
     def _note_of(self, path: str) -> str:
         below = [span for name, span in self._stage_of.items() if name.startswith(f"{path}.")]
@@ -315,16 +241,14 @@ class VLLM(VLLMTree):
 
 
 def _shut_down(llm: LLM) -> None:
-    """End the processes of ``llm``."""
+    """End the processes of ``llm``. Runs at exit too, when vLLM may have done so already."""
     with contextlib.suppress(Exception):
-        llm.llm_engine.engine_core.shutdown()
+        compat.shut_down(llm)
 
 
 def _max_model_len(arguments: dict[str, Any], given: int | None) -> int:
     if given is not None:
         return given
-    from vllm.transformers_utils.config import get_config
-
     config = get_config(
         arguments["model"], trust_remote_code=bool(arguments.get("trust_remote_code"))
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,10 +18,8 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
-from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from nnsight_pp.core.location import ROOT
 from nnsight_pp.envoys.serve_point import module_paths
 from nnsight_pp.parallel.place import Place
 
@@ -38,12 +37,8 @@ IS_CPU = current_platform.is_cpu()
 def worker_base() -> type:
     """Return vLLM's own class of the processes that hold the model, for this platform."""
     if IS_CPU:
-        from vllm.v1.worker.cpu_worker import CPUWorker
-
-        return CPUWorker
-    from vllm.v1.worker.gpu_worker import Worker
-
-    return Worker
+        return import_module("vllm.v1.worker.cpu_worker").CPUWorker
+    return import_module("vllm.v1.worker.gpu_worker").Worker
 
 
 def place_of_this_rank() -> Place:
@@ -203,6 +198,38 @@ def batch_rows(runner: Any) -> list[tuple[str, int, int]]:
     ]
 
 
-def is_intermediate(value: object) -> bool:
-    """Whether ``value`` is what a stage hands to the next one."""
-    return isinstance(value, IntermediateTensors)
+def wait_for(intermediate: Any) -> None:
+    """Return when the activations of the stage before are here; at once on the first stage.
+
+    Source: vllm 0.32.0 v1/worker/gpu_worker.py:AsyncIntermediateTensors waits when its tensors are
+    first looked at.
+    """
+    if intermediate is not None:
+        _ = intermediate.tensors
+
+
+def abort_all(llm: Any) -> None:
+    """Abort every unfinished request of an offline engine.
+
+    Source: vllm 0.32.0 v1/engine/llm_engine.py:abort_request takes the engine's own ids with
+    ``internal=True``.
+    """
+    engine = llm.llm_engine
+    unfinished = list(engine.output_processor.request_states)
+    if unfinished:
+        engine.abort_request(unfinished, internal=True)
+
+
+def shut_down(llm: Any) -> None:
+    """End the engine's processes, and close the sockets to them.
+
+    Source: vllm 0.32.0 v1/engine/core_client.py:SyncMPClient leaves its zmq context to the garbage
+    collector; its output thread must have closed its own sockets first.
+    """
+    core = llm.llm_engine.engine_core
+    core.shutdown()
+    thread = getattr(core, "output_queue_thread", None)
+    if thread is not None:
+        thread.join(5.0)
+        if not thread.is_alive():
+            core.resources.ctx.destroy(linger=0)

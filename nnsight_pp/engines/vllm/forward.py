@@ -4,7 +4,8 @@ The runner object is vLLM's own; its class is replaced by a subclass of itself a
 so nothing of vLLM is patched. Each method does vLLM's work and, in a step that holds a traced
 request, calls the rank's side before or after it.
 
-Source: vllm 0.32.0 v1/worker/gpu_model_runner.py: `_model_forward`, `sample_tokens`, `_sample`.
+Source: vllm 0.32.0 v1/worker/gpu_model_runner.py: `execute_model`, `_model_forward`,
+`sample_tokens`, `_sample`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,21 @@ class TracingRunner:
     """Mixed into the runner's class. See the module's text."""
 
     nnsight_side: RankSide | None = None
+
+    def execute_model(
+        self, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Open the step for its traced requests, then do vLLM's work.
+
+        A later stage opens a step only when the activations of the stage before it are here: what
+        another stage may answer by then does not depend on timing.
+        """
+        side = self.nnsight_side
+        if side is not None and scheduler_output.total_num_scheduled_tokens > 0:
+            compat.wait_for(intermediate_tensors)
+            side.begin_step(scheduler_output)
+        execute = super().execute_model  # type: ignore[misc]
+        return execute(scheduler_output, intermediate_tensors, *args, **kwargs)
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         side = self.nnsight_side

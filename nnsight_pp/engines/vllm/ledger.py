@@ -96,7 +96,9 @@ class Ledger:
         traced = TracedRequest(request, trace, prompt_len)
         self._requests[request] = traced
         try:
-            message = decode_block(data, self._object_of)
+            # vLLM calls this in inference mode, whose tensors do not count their edits.
+            with torch.inference_mode(False):
+                message = decode_block(data, self._object_of)
             traced.message = message
             message.block.show_in_tracebacks()
             code = message.block.code()
@@ -108,7 +110,7 @@ class Ledger:
             for name in message.saved:
                 worker.saves.mark(message.names[name])
             traced.worker = worker
-        except Exception as error:  # noqa: BLE001 - reported at the user's trace
+        except Exception as error:
             self.fail(traced, error)
         else:
             self._turns.add(worker)
@@ -132,7 +134,7 @@ class Ledger:
                 traced.worker.cut = WholeCut()  # what is left to read is the result, as it is
             self._turns.finish(traced.request, result)
             report = self._report(traced)
-        except Exception:  # noqa: BLE001 - a report must always come
+        except Exception:
             failure = failure_of(InternalError(traceback.format_exc()), "", self._stage, 0)
             report = Report(traced.request, self._stage, traced.trace, failure=failure)
         self.forget(traced)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +95,11 @@ def engine_environment() -> Iterator[None]:
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
+            "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            # Deprecations inside vllm 0.32.0, printed once by every rank.
+            "PYTHONWARNINGS": "ignore::FutureWarning:vllm.triton_utils.dispatcher,"
+            "ignore::UserWarning:vllm.distributed.device_communicators.cpu_communicator",
         }
     ):
         yield
@@ -116,10 +122,12 @@ def hidden_main() -> Iterator[None]:
     """Let processes that are spawned inside start without the user's main module.
 
     multiprocessing runs the parent's main module again in each child, which is why scripts need a
-    `__main__` guard. The ranks need nothing of it: blocks travel as source.
+    `__main__` guard. The ranks need nothing of it: blocks travel as source. They run `spawned`.
     """
     main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
+    stand_in = ModuleType("__main__")
+    stand_in.__spec__ = ModuleSpec("nnsight_pp.engines.vllm.spawned", None)
+    sys.modules["__main__"] = stand_in
     try:
         yield
     finally:

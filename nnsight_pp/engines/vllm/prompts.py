@@ -46,7 +46,7 @@ def _ids(prompt: Any) -> list[int]:
     ids = prompt
     if hasattr(prompt, "keys") and "input_ids" in prompt:
         ids = prompt["input_ids"]
-        mask = prompt["attention_mask"] if "attention_mask" in prompt else None
+        mask = prompt.get("attention_mask")
         if isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor):
             ids = ids.reshape(-1)[mask.reshape(-1).bool()] if ids.numel() == mask.numel() else ids
     if isinstance(ids, torch.Tensor):

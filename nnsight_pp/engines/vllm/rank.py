@@ -17,14 +17,14 @@ import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.tokenizers import get_tokenizer
 
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.forward import add_tracing
 from nnsight_pp.engines.vllm.ledger import Ledger
+from nnsight_pp.engines.vllm.root import VLLMTree, object_of
 from nnsight_pp.engines.vllm.side import RankSide
-from nnsight_pp.engines.vllm.tree import VLLMTree, object_of
-from nnsight_pp.envoys.envoy import Envoy
 from nnsight_pp.envoys.gate import Gate
 from nnsight_pp.envoys.serve_point import fired_paths, install_serve_points
 from nnsight_pp.interleave import thread_state
@@ -40,6 +40,7 @@ from nnsight_pp.wire.value_codec import decode, encode
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from nnsight_pp.envoys.envoy import Envoy
     from nnsight_pp.parallel.place import Place
 
 log = logging.getLogger(__name__)
@@ -137,17 +138,8 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         )
 
     def _load_tokenizer(self) -> Any:
-        from vllm.tokenizers import get_tokenizer
-
         config = self.vllm_config.model_config
         return get_tokenizer(config.tokenizer, trust_remote_code=config.trust_remote_code)
-
-    def execute_model(self, scheduler_output: Any) -> Any:
-        """Open the step for its traced requests, then do vLLM's work."""
-        side = self.nnsight_side
-        if side is not None and scheduler_output.total_num_scheduled_tokens > 0:
-            side.begin_step(scheduler_output)
-        return super().execute_model(scheduler_output)
 
     def shutdown(self) -> None:
         """Leave the link, then stop as vLLM does."""
@@ -190,9 +182,7 @@ def _stage_map(
     all_real = {path for fact in facts for path in fact[2]}
     all_ran = {path for fact in facts for path in fact[3]}
     silent = dict.fromkeys(all_real - all_ran, _NEVER_CALLED)
-    return StageMap(
-        [fact[2] for fact in by_stage], [fact[3] for fact in by_stage], known, silent
-    )
+    return StageMap([fact[2] for fact in by_stage], [fact[3] for fact in by_stage], known, silent)
 
 
 def _hold_real(root: Envoy, real: dict[str, torch.nn.Module]) -> None:

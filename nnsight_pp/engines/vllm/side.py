@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import time
 from typing import TYPE_CHECKING, Any, final
 
 from nnsight_pp.core.location import LOGITS, SAMPLES, Location
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PAYLOAD = "nnsight_pp"
+# How long a release may be on its way before the gauges show what it leaves.
+_SETTLE_S = 2.0
 
 
 @final
@@ -204,7 +207,12 @@ class RankSide:
         return encode_reports(reports) if self.place.is_lead else b""
 
     def statistics(self) -> dict[str, Any]:
-        """Return what is alive on this rank."""
+        """Return what is alive on this rank, the releases of ended requests waited for."""
+        deadline = time.monotonic() + _SETTLE_S
+        while self._link is not None and time.monotonic() < deadline:
+            if self._link.statistics()["shelves"] <= len(self._ledger):
+                break
+            time.sleep(0.002)
         link = self._link.statistics() if self._link is not None else {}
         return {"stage": self.place.stage, "tp_rank": self.place.tp_rank} | {
             "tracked": len(self._ledger),

@@ -664,7 +664,8 @@ def test_stream_that_a_worker_left_is_its_own(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(thread_state, "_current_stream", lambda: now[0])
     monkeypatch.setattr(thread_state, "_set_stream", lambda stream: now.__setitem__(0, stream))
-    switch = thread_state._keeping_stream(state.switch)
+    # Not state.switch, which is wrapped already where torch is built for CUDA.
+    switch = thread_state._keeping_stream(extension.switch)
 
     def block() -> None:
         park(now[0])

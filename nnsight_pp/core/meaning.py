@@ -1,0 +1,161 @@
+"""What keeps a block's text meaning what it means inside its function.
+
+A block is compiled as the code of a module whose globals are a `Scope`. Five things differ between
+that and the user's function, and are put right or refused here:
+
+* `return`, `yield`, `await` and a `break` of an outer loop leave the block: refused in words.
+* Annotations of local names are not evaluated in a function, so they are dropped here.
+* `nonlocal` in a function of the block means a name of the block, which is a global here.
+* A text at the head is no docstring.
+* A class body looks names up past the scope's `__missing__`, so what it reads is made global.
+"""
+
+from __future__ import annotations
+
+import ast
+import dis
+from collections.abc import Callable, Iterator
+from types import CodeType
+
+_Nested = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_LOADS = frozenset({"LOAD_NAME", "LOAD_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"})
+_STORES = frozenset({"STORE_NAME", "STORE_GLOBAL", "DELETE_NAME", "DELETE_GLOBAL"})
+
+# Made by the class statement itself.
+_OF_A_CLASS = frozenset({"__annotations__", "__conditional_annotations__"})
+
+_LEAVING: dict[type[ast.AST], str] = {
+    ast.Return: "`return` cannot stand in a traced block: it does not run inside this function. "
+    "Save the value and return it after the `with`",
+    ast.Yield: "`yield` cannot stand in a traced block. Save the value and yield it afterwards",
+    ast.YieldFrom: "`yield from` cannot stand in a traced block. Put it after the `with`",
+    ast.Await: "`await` cannot stand in a traced block. Await before the `with`, or after it",
+    ast.AsyncFor: "`async for` cannot stand in a traced block. Put it before the `with`",
+    ast.AsyncWith: "`async with` cannot stand in a traced block. Put it around the `with`",
+    ast.Nonlocal: "`nonlocal` cannot stand in a traced block. Save the value instead",
+    ast.Break: "`break` of a loop around the `with` cannot stand in a traced block. "
+    "Save what it depends on and break after the `with`",
+    ast.Continue: "`continue` of a loop around the `with` cannot stand in a traced block. "
+    "Save what it depends on and continue after the `with`",
+}
+
+
+def refuse_leaving(module: ast.Module, filename: str, lines: list[str]) -> None:
+    """Raise where the block holds a statement that would leave it.
+
+    Raises:
+        SyntaxError: At the user's line.
+    """
+    for node in _own_nodes(module, in_loop=False):
+        message = _LEAVING.get(type(node))
+        if isinstance(node, ast.comprehension) and node.is_async:
+            message = _LEAVING[ast.AsyncFor]
+        if message is not None:
+            place = node.target if isinstance(node, ast.comprehension) else node
+            assert isinstance(place, ast.stmt | ast.expr)
+            line = lines[place.lineno - 1] if place.lineno <= len(lines) else ""
+            raise SyntaxError(message, (filename, place.lineno, place.col_offset + 1, line))
+
+
+def _own_nodes(node: ast.AST, *, in_loop: bool) -> Iterator[ast.AST]:
+    """Yield ``node`` and what runs with it as part of the block, not in a function it defines.
+
+    The `break` and `continue` of the block's own loops are left out.
+    """
+    if in_loop and isinstance(node, ast.Break | ast.Continue):
+        return
+    yield node
+    if isinstance(node, _Nested):
+        return
+    inside = in_loop and not isinstance(node, ast.ClassDef)
+    loop = node.body if isinstance(node, ast.For | ast.While) else []
+    for child in ast.iter_child_nodes(node):
+        yield from _own_nodes(child, in_loop=inside or child in loop)
+
+
+def as_in_function(module: ast.Module, compiled: Callable[[ast.Module], CodeType]) -> ast.Module:
+    """Return ``module`` changed so that it means what it means inside a function.
+
+    Args:
+        module: The block. Changed in place.
+        compiled: Compiles a module as the block will be.
+    """
+    if ast.get_docstring(module, clean=False) is not None:
+        module.body[0] = ast.copy_location(ast.Pass(), module.body[0])
+    module = ast.fix_missing_locations(_InFunction().visit(module))
+    classes = [node for node in ast.walk(module) if isinstance(node, ast.ClassDef)]
+    if classes:
+        reads: dict[tuple[str, int], set[str]] = {}
+        for code in all_codes(compiled(module)):
+            loads, stores = _names(code, {"LOAD_NAME"}), _names(code, _STORES)
+            reads.setdefault((code.co_name, code.co_firstlineno), set()).update(loads - stores)
+        for node in classes:
+            line = min([node.lineno, *[item.lineno for item in node.decorator_list]])
+            names = sorted(reads.get((node.name, line), set()) - _OF_A_CLASS)
+            if names:
+                position = 1 if ast.get_docstring(node, clean=False) is not None else 0
+                node.body.insert(position, ast.Global(names))
+        module = ast.fix_missing_locations(module)
+    return module
+
+
+class _InFunction(ast.NodeTransformer):
+    """Drops annotations of the block's own names; turns its functions' `nonlocal` to `global`."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._nested(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return self._nested(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        # Its annotations are evaluated in a function too; its methods are functions of the block.
+        node.body = [
+            self.visit(item) if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef) else item
+            for item in node.body
+        ]
+        return node
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
+        # Deeper ones may mean a name of a function between them and the block.
+        return ast.copy_location(ast.Global(node.names), node) if self._depth == 1 else node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if self._depth:
+            return node
+        if node.value is None:
+            return ast.copy_location(ast.Pass(), node)
+        return ast.copy_location(ast.Assign([node.target], node.value), node)
+
+    def _nested(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+        self._depth += 1
+        self.generic_visit(node)
+        self._depth -= 1
+        return node
+
+
+def all_codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield ``code`` and every code object nested in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from all_codes(constant)
+
+
+def _names(code: CodeType, operations: frozenset[str] | set[str]) -> set[str]:
+    return {one.argval for one in dis.get_instructions(code) if one.opname in operations}
+
+
+def read_names(code: CodeType) -> frozenset[str]:
+    """Return the names that ``code``, or anything nested in it, looks up as globals."""
+    names = {name for one in all_codes(code) for name in _names(one, _LOADS)}
+    return frozenset(names - _OF_A_CLASS)
+
+
+def bound_names(code: CodeType) -> frozenset[str]:
+    """Return the names that ``code`` binds, those that its functions declare global included."""
+    inner = {name for one in all_codes(code) for name in _names(one, {"STORE_GLOBAL"})}
+    return frozenset(_names(code, _STORES) | inner)

@@ -1,0 +1,335 @@
+"""`LanguageModel`: a Hugging Face text model of this process, as the user holds it.
+
+The tree is there at once, on the meta device; the weights come at the first run, under the same
+nodes. Prompts are whatever `hf.encode` reads, and the prompts of several invokes become one padded
+batch. `trace` runs one forward, `generate` a generation, `pipe` transformers' whole pipeline, and
+`scan` a forward on shapes alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+try:
+    import transformers
+except ImportError as error:
+    raise ImportError(
+        "`LanguageModel` needs transformers, which is not installed. "
+        "Install it with `pip install nnsight_pp[hf]`."
+    ) from error
+
+from nnsight_pp.core.location import ROOT
+from nnsight_pp.engines.hf import checkpoint as loading
+from nnsight_pp.engines.hf import tasks
+from nnsight_pp.engines.hf.batch import (
+    Call,
+    Given,
+    HasInput,
+    call_of,
+    for_one_forward,
+    pipeline_call_of,
+)
+from nnsight_pp.engines.hf.call_site import is_entered_by_with
+from nnsight_pp.engines.hf.encode import Encoder, has_prompt
+from nnsight_pp.engines.hf.fake_run import faked
+from nnsight_pp.engines.hf.fields import Padding
+from nnsight_pp.engines.hf.generator import Generator, GeneratorEnvoy
+from nnsight_pp.engines.local import NNsight
+from nnsight_pp.envoys.serve_point import module_paths
+from nnsight_pp.errors import ConfigurationError, NotSupportedError, explain
+from nnsight_pp.interleave.worker import running_worker
+from nnsight_pp.trace.tracer import Invocation, Tracer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+Mode = Literal["trace", "generate", "pipe", "scan"]
+_GENERATOR = "generator"
+
+
+class LanguageModel(NNsight):
+    """A Hugging Face causal, encoder or encoder-decoder text model, with blocks beside its runs.
+
+    Args:
+        source: A repository name, a folder, or a loaded model.
+        task: What the model is for, such as ``text-generation`` or ``fill-mask``. Default: what
+            the checkpoint or the class of the model says.
+        tokenizer: Reads text. Default: the one that came with the model.
+        tokenizer_kwargs: Attributes to set on the tokenizer; they win over what the model needs.
+        dispatch: Load the weights now. Default: at the first run.
+        rename: Other names for modules, as `NNsight` takes them.
+        envoys: Classes for the nodes of modules, as `NNsight` takes them.
+        **options: Arguments of transformers' `from_pretrained`, and ``device``.
+
+    Raises:
+        ConfigurationError: The task is not known, or not one of text.
+    """
+
+    # What models of other kinds have beside or instead of a tokenizer.
+    processor = image_processor = feature_extractor = None
+
+    def __init__(  # noqa: PLR0913 - what a user may say of a model, by name
+        self,
+        source: str | torch.nn.Module,
+        *,
+        task: str | None = None,
+        tokenizer: Any = None,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        dispatch: bool = False,
+        rename: dict[Any, Any] | None = None,
+        envoys: Any = None,
+        **options: Any,
+    ) -> None:
+        self._checkpoint: loading.Checkpoint | None = None
+        self._dispatching = threading.Lock()
+        self._is_dispatched = True
+        self._pipeline: Any = None
+        self._finished = Generator()
+        if isinstance(source, torch.nn.Module):
+            module = source
+            task = tasks.task_of_module(module) if task is None else task
+            if "device" in options:
+                module.to(options.pop("device"))
+            if options:
+                raise ConfigurationError(f"A loaded model takes no {', '.join(options)}.")
+        else:
+            self._checkpoint = loading.Checkpoint(str(source), task, options)
+            task = self._checkpoint.task
+            self._is_dispatched = dispatch
+            module = self._checkpoint.load() if dispatch else self._checkpoint.architecture()
+        config = getattr(module, "config", None)
+        self.repo_id: str = getattr(config, "name_or_path", "") or ""
+        self.revision: str | None = options.get("revision")
+        self.task = task
+        if tokenizer is None:
+            known = self._checkpoint
+            tokenizer = (
+                loading.tokenizer_of(self.repo_id) if known is None else known.tokenizer()
+            )
+        loading.make_ready(tokenizer, module, tokenizer_kwargs)
+        self.tokenizer = tokenizer
+        tree = {"rename": rename, "envoys": envoys}
+        super().__init__(module, **{name: value for name, value in tree.items() if value})
+
+    # -- the model -----------------------------------------------------------------------------
+
+    @property
+    def dispatched(self) -> bool:
+        """Whether the weights are loaded."""
+        return self._is_dispatched
+
+    def dispatch(self) -> LanguageModel:
+        """Load the weights, if they are not there yet; the nodes of the tree stay the same."""
+        with self._dispatching:
+            if not self._is_dispatched:
+                assert self._checkpoint is not None
+                self._look_at_all(self._checkpoint.load())
+                self._is_dispatched = True
+        return self
+
+    def _look_at_all(self, module: torch.nn.Module) -> None:
+        """Mirror ``module``, which has the structure of the one before."""
+        for node in self.nodes():
+            if not node.path.startswith(f"{ROOT}.{_GENERATOR}"):
+                node.look_at(module.get_submodule(node.path[len(ROOT) + 1 :]))
+        self._pipeline = None
+        self._install()
+
+    def _served_modules(self) -> dict[str, torch.nn.Module]:
+        return {
+            **module_paths(self._module),
+            **module_paths(self._finished, f"{ROOT}.{_GENERATOR}"),
+        }
+
+    def _install(self) -> None:
+        if _GENERATOR not in self._children:
+            node = GeneratorEnvoy(self._finished, f"{ROOT}.{_GENERATOR}", self)
+            self._children[_GENERATOR] = node
+        super()._install()
+
+    @property
+    def attn_implementation(self) -> str | None:
+        """How attention is computed: ``eager``, ``sdpa``, or another name of transformers."""
+        return getattr(self.config, "_attn_implementation", None)
+
+    @property
+    def pipeline(self) -> Any:
+        """Transformers' pipeline around the loaded model.
+
+        Raises:
+            ConfigurationError: The model's task is not known.
+        """
+        if self._pipeline is None:
+            if self.task is None:
+                raise ConfigurationError(
+                    explain(
+                        f"The task of {type(self._module).__name__} is not known.",
+                        why="A pipeline is made for a task.",
+                        todo="Wrap the model with `task=...`.",
+                    )
+                )
+            self.dispatch()
+            module: Any = self._module
+            placed = {} if hasattr(module, "hf_device_map") else {"device": module.device}
+            side = getattr(self.tokenizer, "padding_side", None)
+            self._pipeline = transformers.pipeline(
+                self.task, model=module, tokenizer=self.tokenizer, **placed
+            )
+            if side is not None:
+                self.tokenizer.padding_side = side
+        return self._pipeline
+
+    # -- runs ----------------------------------------------------------------------------------
+
+    def trace(
+        self,
+        *inputs: Any,
+        fn: Callable[..., Any] | str | None = None,
+        trace: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one forward on the prompt with the block of the `with` beside it.
+
+        Args:
+            *inputs: The prompt. Without one, `tracer.invoke(...)` gives them.
+            fn: What is called instead of the model: a callable, or the name of its method.
+            trace: False runs the forward at once and returns its output.
+            **kwargs: Named inputs, options of the tokenizer, and arguments of the forward.
+        """
+        if not trace:
+            return self._run_now("trace", inputs, kwargs, fn)
+        return self._tracer("trace", inputs, kwargs, fn)
+
+    def generate(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Generate from the prompt; `tracer.result` is the ids, prompt and continuation.
+
+        In a `with` a block runs beside it. Without, it runs at once and returns the ids.
+        """
+        if is_entered_by_with(sys._getframe(1)):
+            return self._tracer("generate", inputs, kwargs)
+        return self._run_now("generate", inputs, kwargs)
+
+    def pipe(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run transformers' whole pipeline of the model's task; `tracer.result` is its records.
+
+        In a `with` a block runs beside it. Without, it runs at once and returns the records.
+        """
+        if is_entered_by_with(sys._getframe(1)):
+            return self._tracer("pipe", inputs, kwargs)
+        return self._run_now("pipe", inputs, kwargs)
+
+    def scan(self, *inputs: Any, **kwargs: Any) -> Tracer:
+        """Run one forward on shapes alone: nothing is loaded, and values hold no numbers."""
+        return self._tracer("scan", inputs, kwargs)
+
+    def _trace_from(self, node: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.dispatch()  # a part of the model takes tensors, as any torch module does
+        return super()._trace_from(node, inputs, kwargs)
+
+    def _tracer(
+        self,
+        mode: Mode,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fn: Callable[..., Any] | str | None = None,
+    ) -> Tracer:
+        has_input = has_prompt(inputs, kwargs)
+        options = {} if has_input else kwargs
+
+        def run(tracer: Tracer, invocations: list[Invocation]) -> BaseException | None:
+            call = self._call_of(mode, invocations, options)
+            self._run_call(
+                self._callee(mode, fn), self._module, (call.args, call.kwargs), call.cuts,
+                invocations,
+            )  # fmt: skip
+            return None
+
+        return Tracer(run, inputs, kwargs, has_input=has_input)
+
+    def _run_now(
+        self,
+        mode: Mode,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        fn: Callable[..., Any] | str | None = None,
+    ) -> Any:
+        call = self._call_of(mode, [Given(inputs, kwargs)], {})
+        callee = self._callee(mode, fn)
+        if running_worker() is not None:  # a block's own call is not part of the run
+            return callee(*call.args, **call.kwargs)
+        return self._run_call(callee, self._module, (call.args, call.kwargs), [], [])
+
+    def _call_of(
+        self, mode: Mode, invocations: Sequence[HasInput], options: dict[str, Any]
+    ) -> Call:
+        if mode != "scan":
+            self.dispatch()
+        if mode == "pipe":
+            return pipeline_call_of(invocations, options)
+        takes = frozenset(inspect.signature(type(self._module).forward).parameters)
+        is_generating = mode == "generate"
+        has_decoder = loading.is_encoder_decoder(self._module)
+        encoder = Encoder(
+            self.tokenizer, takes, has_decoder, is_generating, self.task == tasks.FILL_MASK
+        )
+        padding = Padding(
+            side=self._padding_side(),
+            token=self._pad_token(),
+            counts_positions=not is_generating and "position_ids" in takes,
+            masks="attention_mask" in takes,
+            has_decoder=has_decoder,
+        )
+        call = call_of(invocations, options, encoder, padding)
+        if is_generating:
+            return call
+        return Call(call.args, for_one_forward(call.kwargs, takes), call.cuts)
+
+    def _padding_side(self) -> str:
+        if self.tokenizer is not None:
+            return self.tokenizer.padding_side
+        return "left" if loading.is_causal(self._module) else "right"
+
+    def _pad_token(self) -> int | None:
+        if self.tokenizer is not None:
+            return self.tokenizer.pad_token_id
+        return getattr(self.config, "pad_token_id", None)
+
+    def _callee(self, mode: Mode, fn: Callable[..., Any] | str | None) -> Callable[..., Any]:
+        if mode == "generate":
+            return self._generate
+        if mode == "pipe":
+            return self.pipeline
+        call = getattr(self._module, fn) if isinstance(fn, str) else fn or self._module
+        return faked(call) if mode == "scan" else call
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        module: Any = self._module
+        if not hasattr(module, "generate"):
+            raise NotSupportedError(
+                explain(
+                    f"{type(module).__name__} does not generate.",
+                    why="It has no `generate`: it is not a model that continues text.",
+                    todo="Use `trace`.",
+                )
+            )
+        config = kwargs.get("generation_config") or module.generation_config
+        if kwargs.get("pad_token_id", config.pad_token_id) is None and "generation_config" not in kwargs:
+            kwargs["pad_token_id"] = self._pad_token()
+        streamer = self._finished.streamer
+        # transformers refuses a streamer beside a beam search.
+        if (kwargs.get("num_beams", config.num_beams) or 1) == 1:
+            num_steps = kwargs.get("max_new_tokens", config.max_new_tokens)
+            streamer.start(num_steps, kwargs.pop("streamer", None))
+            kwargs["streamer"] = streamer
+        try:
+            return self._finished(module.generate(*args, **kwargs))
+        finally:
+            streamer.stop()
+
+
+TransformersModel = LanguageModel

@@ -1,0 +1,68 @@
+"""Who asks for the class of an object: Python code, or torch's C++ code.
+
+`isinstance(lazy, torch.Tensor)` must be true where the owner's is, or ranks take other branches.
+But torch's C++ asks the same question in the same way, and takes what says yes for a tensor: it
+then reads memory that is none, and crashes. The instruction that runs in the calling frame tells
+the two apart.
+"""
+
+from __future__ import annotations
+
+import dis
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from nnsight_pp.errors import NotSupportedError, explain
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
+
+# What Python code calls to ask: the builtin, and what the metaclass of `abc` does for it.
+_NAMES = frozenset({"isinstance", "_abc_instancecheck"})
+_ATTRIBUTES = frozenset({"__instancecheck__"})
+
+
+def is_asked_by_python(frame: FrameType) -> bool:
+    """Tell whether ``frame`` asks for a class by `isinstance`, ``match`` or ``.__class__``."""
+    return _is_asked_at(frame.f_code, frame.f_lasti)
+
+
+@lru_cache(maxsize=4096)
+def _is_asked_at(code: CodeType, offset: int) -> bool:
+    instructions = list(dis.get_instructions(code))
+    current = next((one for one in instructions if one.offset == offset), None)
+    if current is None:
+        return False
+    if current.opname == "MATCH_CLASS":
+        return True
+    if current.opname.startswith("LOAD_ATTR"):
+        return current.argval == "__class__"
+    # Python 3.11 makes a call that it has made often in the instruction before CALL.
+    is_call = current.opname.startswith(("CALL", "PRECALL"))
+    if not is_call:
+        return False
+    where = current.positions
+    if where is None or where.col_offset is None:
+        raise NotSupportedError(
+            explain(
+                "The class of another stage's value was asked for by code without columns.",
+                why="They tell a question of Python from one of torch's C++.",
+                todo="Unset PYTHONNODEBUGRANGES, and start Python without `-X no_debug_ranges`.",
+            )
+        )
+    # The callee is the first thing that the call's own text loads.
+    start = (where.lineno, where.col_offset)
+    for one in instructions:
+        if one.offset >= offset:
+            return False
+        place = one.positions
+        if place is None or (place.lineno, place.col_offset) != start:
+            continue
+        if one.opname.startswith(("LOAD_NAME", "LOAD_GLOBAL", "LOAD_FAST", "LOAD_DEREF")):
+            if one.argval in _NAMES:
+                return True
+        elif one.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR")) and (
+            one.argval in _ATTRIBUTES
+        ):
+            return True
+    return False

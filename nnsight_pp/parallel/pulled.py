@@ -1,0 +1,266 @@
+"""The value behind a lazy proxy: the owner's answer, and the edits that the block has made since.
+
+A `Tree` is the value of one ask as the block sees it. Until a line needs its data it is a list of
+edits; then the answer is pulled, copied, and the edits are replayed on the copy, in order. What an
+edit uses is frozen when the edit is made, so a replay gives what the owner's own tensor holds.
+
+Note [Parts never escape]
+    As long as there is no edit, a part of the value may be pulled on its own. It is only ever
+    computed with: whoever could edit it, or would hand out something that shares its memory, takes
+    the whole value first. So an edit may simply forget the parts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import torch
+
+from nnsight_pp.core.protocols import RemoteValue
+from nnsight_pp.core.tree import map_leaves
+from nnsight_pp.errors import NotSupportedError, explain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from nnsight_pp.core.location import Visit
+
+# An edit: indices of the edited part, the function, its arguments (frozen at the edit).
+_Edit = tuple[tuple[Any, ...], "Callable[..., Any]", tuple[Any, ...], dict[str, Any]]
+FIRST_INPUT = "first input of (args, kwargs)"
+
+
+class Source(Protocol):
+    """The ask behind a lazy value."""
+
+    @property
+    def visit(self) -> Visit:
+        """What was asked for."""
+        ...
+
+    def pull(self, picks: Sequence[Any] = (), *, in_torch: bool = False) -> Any:
+        """Return the owner's answer with ``picks`` applied."""
+        ...
+
+    def echo(self, error: Exception) -> None:
+        """Note an error of a deferred index or edit: the owner raised it where the line stands."""
+        ...
+
+
+def pick(value: Any, picks: Sequence[Any]) -> Any:
+    """Return the part of ``value`` that ``picks`` name, outermost first.
+
+    The owner of a value applies them before it sends.
+    """
+    for step in picks:
+        is_first = isinstance(step, str) and step == FIRST_INPUT
+        value = first_of(*value) if is_first else value[step]
+    return value
+
+
+def first_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the first positional argument, else the first named one."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
+def with_first(value: Any, first: Any) -> Any:
+    """Return ``value = (args, kwargs)`` with its first argument replaced."""
+    args, kwargs = value
+    if args:
+        return (first, *args[1:]), kwargs
+    return args, {**kwargs, next(iter(kwargs)): first}
+
+
+class Pulled:
+    """The owner's answer to one ask, shared by every tree that was frozen from another.
+
+    What it returns is never edited: a tree copies it first.
+    """
+
+    __slots__ = ("_is_here", "_parts", "_source", "_value")
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._value: Any = None
+        self._is_here = False
+        # Parts pulled on their own, by the printed form of their picks.
+        self._parts: dict[str, Any] = {}
+
+    @property
+    def visit(self) -> Visit:
+        """What was asked for."""
+        return self._source.visit
+
+    def echo(self, error: Exception) -> None:
+        """See `Source`."""
+        self._source.echo(error)
+
+    def whole(self, *, in_torch: bool) -> Any:
+        """Return the whole answer; it is pulled once."""
+        if not self._is_here:
+            self._value = self._source.pull((), in_torch=in_torch)
+            self._is_here = True
+            self._parts.clear()
+        return self._value
+
+    def part(self, picks: Sequence[Any], *, in_torch: bool) -> Any:
+        """Return only what ``picks`` name, without pulling the rest."""
+        if self._is_here:
+            return pick(self._value, picks)
+        key = repr(picks)
+        if key not in self._parts:
+            self._parts[key] = self._source.pull(picks, in_torch=in_torch)
+        return self._parts[key]
+
+
+@final
+class Tree:
+    """The value of one ask as the block sees it: the answer, and the edits since."""
+
+    __slots__ = ("_edits", "_first", "_parts", "_value", "is_here", "pulled")
+
+    def __init__(self, pulled: Pulled, edits: Sequence[_Edit] = ()) -> None:
+        self.pulled = pulled
+        # Invariant: once `is_here`, every edit is made on `_value` at once; `_edits` stays empty.
+        self._edits = list(edits)
+        self._value: Any = None
+        self.is_here = False
+        # Copies of parts; see Note [Parts never escape].
+        self._parts: dict[str, Any] = {}
+        # What the block assigned as the first argument, in a tuple: read again, the same object.
+        self._first: tuple[Any, ...] = ()
+
+    @property
+    def first(self) -> tuple[Any, ...]:
+        """A tuple of what was assigned as the first argument of this call, or an empty one."""
+        return self._first
+
+    def whole(self, *, in_torch: bool) -> Any:
+        """Return the value with its edits, pulling and replaying on first use."""
+        if not self.is_here:
+            value = map_leaves(self.pulled.whole(in_torch=in_torch), own_copy)
+            for picks, function, args, kwargs in self._edits:
+                real_args, real_kwargs = real(args, in_torch), real(kwargs, in_torch)
+                try:
+                    _edit_in_place(pick(value, picks), function, real_args, real_kwargs)
+                except Exception as error:
+                    self.pulled.echo(error)
+                    raise
+            if self._first:
+                value = with_first(value, _real_object(self._first[0]))
+            self._set(value)
+        return self._value
+
+    def part(self, picks: tuple[Any, ...], *, in_torch: bool) -> Any:
+        """Return the part that ``picks`` name; pull no more than that where it is enough."""
+        if self.is_here or self._edits or self._first or not picks:
+            value = self.whole(in_torch=in_torch)
+            try:
+                return pick(value, picks)
+            except Exception as error:
+                self.pulled.echo(error)
+                raise
+        key = repr(picks)
+        if key not in self._parts:
+            part = self.pulled.part(picks, in_torch=in_torch)
+            self._parts[key] = map_leaves(part, own_copy)
+        return self._parts[key]
+
+    def edit(
+        self,
+        picks: tuple[Any, ...],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Make an edit in place on the part that ``picks`` name, now or when it is forced.
+
+        Returns:
+            What stands for the part from now on, where that is not the part itself: a number that
+            is changed by ``+=`` becomes another one. Else `NotImplemented`.
+        """
+        if self._first:
+            self.whole(in_torch=False)  # what was assigned is an object of the block's own
+        if not self.is_here:
+            self._parts.clear()
+            self._edits.append((picks, function, frozen(args), frozen(kwargs)))
+            return NotImplemented
+        target = pick(self._value, picks)
+        real_args, real_kwargs = real(args, False), real(kwargs, False)
+        if _is_operator(function) and not isinstance(target, torch.Tensor):
+            return function(target, *real_args, **real_kwargs)
+        _edit_in_place(target, function, real_args, real_kwargs)
+        return NotImplemented
+
+    def frozen(self) -> Tree:
+        """Return a tree that stays as this one is now."""
+        copy = Tree(self.pulled, self._edits)
+        if self._first:
+            self.whole(in_torch=False)
+        if self.is_here:
+            copy._set(map_leaves(self._value, own_copy))
+        return copy
+
+    def replaced_first(self, first: Any) -> Tree:
+        """Return a tree of this value as it is now, with its first argument replaced."""
+        copy = Tree(self.pulled, self._edits)
+        if self.is_here:
+            copy._set(with_first(self._value, _real_object(first)))
+        copy._first = (first,)
+        return copy
+
+    def _set(self, value: Any) -> None:
+        self._value = value
+        self.is_here = True
+        self._edits.clear()
+        self._parts.clear()
+
+
+def own_copy(leaf: Any) -> Any:
+    """Return a copy of a tensor, and anything else as it is."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def frozen(value: Any) -> Any:
+    """Return ``value`` as it is now, so that later edits of it do not reach a recorded edit."""
+    return map_leaves(
+        value,
+        lambda leaf: leaf._frozen() if issubclass(type(leaf), RemoteValue) else own_copy(leaf),
+    )
+
+
+def real(value: Any, in_torch: bool) -> Any:
+    """Return ``value`` with every lazy leaf forced."""
+    return map_leaves(
+        value, lambda leaf: leaf._force(in_torch) if issubclass(type(leaf), RemoteValue) else leaf
+    )
+
+
+def _real_object(value: Any) -> Any:
+    """Return ``value`` with every lazy leaf replaced by the one object that it stands for."""
+    return map_leaves(
+        value, lambda leaf: leaf._real_value() if issubclass(type(leaf), RemoteValue) else leaf
+    )
+
+
+def _is_operator(function: Callable[..., Any]) -> bool:
+    """Tell whether ``function`` is one of ``operator.iadd`` and its like."""
+    name = getattr(function, "__name__", "")
+    return function.__module__ == "_operator" and name.startswith("i")
+
+
+def _edit_in_place(
+    target: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    if not isinstance(target, torch.Tensor) and (
+        isinstance(target, (list, dict)) or _is_operator(function)
+    ):
+        kind = type(target).__name__
+        raise NotSupportedError(
+            explain(
+                f"A {kind} of another stage was edited in place.",
+                why="Only tensors of another stage can be: other names may hold what is inside it.",
+                todo="Edit the tensors in it, or build a new one.",
+            )
+        )
+    function(target, *args, **kwargs)

@@ -1,0 +1,160 @@
+"""The backends that one block runs on, behind one face.
+
+A block of `blocks.py` is written once. What differs between Hugging Face's and vLLM's modules (a
+layer's output, the last position's logits) stands in the functions below, which travel with the
+block as the user's own code does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from nnsight_pp import VLLM, NNsight
+
+PROMPT = "The Eiffel Tower is located in the city of"
+LONGER = (
+    "My favourite thing about the old town is that every small street leads down to the sea and"
+)
+SHORT = "Two plus two is"
+
+
+def local_stream(layer: Any) -> Any:
+    return layer.output[0]
+
+
+def local_add(layer: Any, vector: Any) -> None:
+    layer.output[:] += vector
+
+
+def local_mlp(layer: Any) -> Any:
+    return layer.mlp.output[0]
+
+
+def local_set_mlp(layer: Any, value: Any) -> None:
+    layer.mlp.output = value[None]
+
+
+def local_mlp_input(layer: Any) -> Any:
+    return layer.mlp.input[0]
+
+
+def local_set_mlp_input(layer: Any, value: Any) -> None:
+    layer.mlp.input = value[None]
+
+
+def local_logits(model: Any) -> Any:
+    return model.lm_head.output[0, -1:]
+
+
+def vllm_stream(layer: Any) -> Any:
+    out = layer.output
+    return out[0] + out[1]
+
+
+def vllm_add(layer: Any, vector: Any) -> None:
+    layer.output[0][:] += vector
+
+
+def vllm_mlp(layer: Any) -> Any:
+    return layer.mlp.output
+
+
+def vllm_set_mlp(layer: Any, value: Any) -> None:
+    layer.mlp.output = value
+
+
+def vllm_mlp_input(layer: Any) -> Any:
+    return layer.mlp.input
+
+
+def vllm_set_mlp_input(layer: Any, value: Any) -> None:
+    layer.mlp.input = value
+
+
+def vllm_logits(model: Any) -> Any:
+    return model.logits
+
+
+LOCAL_OPS = SimpleNamespace(
+    stream=local_stream,
+    add=local_add,
+    mlp=local_mlp,
+    set_mlp=local_set_mlp,
+    mlp_input=local_mlp_input,
+    set_mlp_input=local_set_mlp_input,
+    logits=local_logits,
+)
+VLLM_OPS = SimpleNamespace(
+    stream=vllm_stream,
+    add=vllm_add,
+    mlp=vllm_mlp,
+    set_mlp=vllm_set_mlp,
+    mlp_input=vllm_mlp_input,
+    set_mlp_input=vllm_set_mlp_input,
+    logits=vllm_logits,
+)
+
+
+class Local:
+    """The Hugging Face model in this process: the reference."""
+
+    name = "local"
+    ops = LOCAL_OPS
+
+    def __init__(self, path: str) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        module.generation_config.do_sample = False
+        module.generation_config.pad_token_id = module.config.eos_token_id
+        self.model = NNsight(module.eval())
+        self.layers = list(self.model.model.layers)
+
+    def trace(self, prompt: str, steps: int = 1, stop_at: int | None = None) -> Any:
+        encoded = self.tokenizer(prompt, return_tensors="pt")
+        options = {} if stop_at is None else {"eos_token_id": stop_at}
+        return self.model.trace(
+            encoded.input_ids,
+            attention_mask=encoded.attention_mask,
+            fn="generate",
+            max_new_tokens=steps,
+            **options,
+        )
+
+    def context(self) -> Any:
+        return torch.no_grad()
+
+
+class Engine:
+    """The same model on a vLLM engine."""
+
+    ops = VLLM_OPS
+
+    def __init__(self, path: str, stages: int) -> None:
+        self.name = f"vllm-{stages}"
+        self.model = VLLM(
+            path,
+            pipeline_parallel_size=stages,
+            dtype="float32",
+            max_model_len=256,
+            max_num_batched_tokens=512,
+            kv_cache_memory_bytes=256 << 20,
+        )
+        self.model.dispatch()
+        self.tokenizer = self.model.tokenizer
+        self.layers = list(self.model.model.layers)
+
+    def trace(self, prompt: str, steps: int = 1, stop_at: int | None = None) -> Any:
+        stop = {} if stop_at is None else {"stop_token_ids": [stop_at]}
+        return self.model.trace(prompt, temperature=0.0, max_tokens=steps, **stop)
+
+    def context(self) -> Any:
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        self.model.close()

@@ -1,0 +1,45 @@
+"""How values of two backends are compared, with the tolerance stated once.
+
+fp32: hidden states agree when their cosine is above 0.99999 and no element differs by more than
+1e-3 of the value's own largest element. Everything that is not floating point is equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def assert_same(found: Any, wanted: Any, where: str = "value") -> None:
+    """Fail unless ``found`` is ``wanted`` up to the stated tolerance."""
+    if isinstance(wanted, torch.Tensor):
+        assert isinstance(found, torch.Tensor), f"{where} is a {type(found).__name__}"
+        _assert_close(found, wanted, where)
+    elif isinstance(wanted, dict):
+        assert set(found) == set(wanted), f"{where} has keys {sorted(found)}"
+        for key, value in wanted.items():
+            assert_same(found[key], value, f"{where}[{key!r}]")
+    elif isinstance(wanted, (list, tuple)):
+        assert type(found) is type(wanted), where
+        assert len(found) == len(wanted), f"{where} has {len(found)} items, not {len(wanted)}"
+        for index, value in enumerate(wanted):
+            assert_same(found[index], value, f"{where}[{index}]")
+    elif isinstance(wanted, float):
+        assert abs(found - wanted) <= 1e-3 * max(abs(wanted), 1e-6), f"{where}: {found} {wanted}"
+    else:
+        assert found == wanted, f"{where} is {found!r}, not {wanted!r}"
+
+
+def _assert_close(found: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
+    assert found.shape == wanted.shape, f"{where}: {tuple(found.shape)}, not {tuple(wanted.shape)}"
+    if not wanted.is_floating_point():
+        assert torch.equal(found, wanted), where
+        return
+    found, wanted = found.detach().double().flatten(), wanted.detach().double().flatten()
+    scale = wanted.abs().max().clamp(min=1e-12)
+    worst = ((found - wanted).abs().max() / scale).item()
+    assert worst < 1e-3, f"{where}: an element differs by {worst:.2g} of the value's scale"
+    if wanted.numel() > 1:
+        cosine = torch.nn.functional.cosine_similarity(found, wanted, dim=0).item()
+        assert cosine > 0.99999, f"{where}: cosine {cosine:.7f}"

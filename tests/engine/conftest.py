@@ -1,0 +1,42 @@
+"""One engine per module, and the reference values that every engine is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.backends import Engine, Local
+from engine.blocks import BLOCKS
+
+
+@pytest.fixture(scope="session")
+def local(smollm2_path: Path) -> Local:
+    """The Hugging Face model in this process."""
+    return Local(str(smollm2_path))
+
+
+@pytest.fixture(scope="session")
+def reference(local: Local) -> Callable[[str], dict[str, Any]]:
+    """Returns what a named block gives on the local engine."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def values_of(name: str) -> dict[str, Any]:
+        if name not in known:
+            with local.context():
+                known[name] = BLOCKS[name](local)
+        return known[name]
+
+    return values_of
+
+
+@pytest.fixture(scope="module")
+def engine(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[Engine]:
+    """An engine with as many stages as the module's parameter says."""
+    engine = Engine(str(smollm2_path), request.param)
+    try:
+        yield engine
+    finally:
+        engine.close()

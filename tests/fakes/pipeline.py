@@ -1,0 +1,443 @@
+"""A pipeline of stages in one process: real workers, interleavers and links, a toy model.
+
+One thread per stage, as greenlets belong to their thread. A scheduler (the calling thread) sends
+every stage the same list of orders, as vLLM does: steps of batches, then the end of a request. At
+most as many batches are in flight as there are stages, and a request's next step is ordered only
+when its last one was sampled.
+
+The toy model has layers over a flat batch ``[T, 3]`` of whole numbers kept in float64, so every sum
+is exact and no two ways of computing it may differ. Even layers return a tensor, odd ones a tuple.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nnsight_pp.core.block import Block, Scope
+from nnsight_pp.core.location import LOGITS, RESULT, SAMPLES, Location
+from nnsight_pp.core.protocols import RemoteValue
+from nnsight_pp.core.rows import Rows, TokenCut
+from nnsight_pp.core.tree import map_leaves
+from nnsight_pp.errors import OutOfOrderError
+from nnsight_pp.interleave import thread_state
+from nnsight_pp.interleave.clock import StepClock
+from nnsight_pp.interleave.interleaver import Interleaver
+from nnsight_pp.interleave.steps import Steps
+from nnsight_pp.interleave.worker import Worker, current_worker
+from nnsight_pp.parallel.lazy import LazyRemoteTensor, first_input, pick, with_first_input
+from nnsight_pp.parallel.memory_link import MemoryFabric, MemoryLink
+from nnsight_pp.parallel.owners import StageMap
+
+NUM_LAYERS = 5
+BOUND_S = 20.0
+ELSEWHERE = "<elsewhere>"
+
+
+def layer_path(index: int) -> str:
+    return f"model.layers.{index}"
+
+
+GHOST = "model.layers.2.ghost"  # known, and never computed
+
+
+class Place:
+    """What a program calls ``L[i]``, ``ghost`` or ``model``."""
+
+    def __init__(self, path: str) -> None:
+        object.__setattr__(self, "_path", path)
+
+    def __getattr__(self, kind: str) -> Any:
+        worker = current_worker(self._path)
+        if kind == "input":
+            inputs = worker.turns.read(worker, Location(self._path, "input"))
+            return first_input(inputs)
+        return worker.turns.read(worker, Location(self._path, kind))
+
+    def __setattr__(self, kind: str, value: Any) -> None:
+        worker = current_worker(self._path)
+        location = Location(self._path, kind)
+        if kind == "input":
+            value = with_first_input(worker.turns.read(worker, location), value)
+        worker.turns.write(worker, location, value)
+
+
+def result() -> Any:
+    worker = current_worker("result")
+    return worker.turns.read(worker, RESULT)
+
+
+@dataclass
+class Request:
+    """One prompt with one program."""
+
+    name: str
+    source: str
+    token: int
+    num_rows: int
+    most_steps: int
+    is_aborted: bool = False
+
+
+@dataclass
+class Outcome:
+    """What came of one request, merged over the stages."""
+
+    tokens: list[int] = field(default_factory=list)
+    saved: Any = None
+    error: tuple[str, int] | None = None
+    asked: set[tuple[int, int]] = field(default_factory=set)
+
+    def seen(self) -> Any:
+        """Return what a user sees: an error hides the rest."""
+        return self.error or (self.saved, self.tokens)
+
+
+def stage_map(num_stages: int, *, with_order: bool = True) -> StageMap:
+    real: list[set[str]] = [set() for _ in range(num_stages)]
+    order: list[list[Location]] = [[] for _ in range(num_stages)]
+    for index in range(NUM_LAYERS):
+        stage = stage_of(index, num_stages)
+        real[stage].add(layer_path(index))
+        order[stage] += [Location(layer_path(index), kind) for kind in ("input", "output")]
+    known = {GHOST, *(path for paths in real for path in paths)}
+    return StageMap(real, real, known, order=order if with_order else ())
+
+
+def stage_of(layer: int, num_stages: int) -> int:
+    return layer * num_stages // NUM_LAYERS
+
+
+# ------------------------------------------------------------------ a stage
+
+
+class Stage:
+    """One stage: its thread, its interleaver, its layers."""
+
+    def __init__(self, pipeline: Pipeline, number: int) -> None:
+        self.pipeline = pipeline
+        self.number = number
+        self.orders: queue.Queue[Any] = queue.Queue()
+        self.arriving: queue.Queue[Any] = queue.Queue()
+        self.random = random.Random(f"{pipeline.seed} {number}")
+        self.layers = [
+            layer for layer in range(NUM_LAYERS) if stage_of(layer, pipeline.num_stages) == number
+        ]
+        self.scopes: dict[str, Scope] = {}
+        self.statistics: dict[str, int] = {}
+        self.thread = threading.Thread(target=self._main, name=f"stage {number}", daemon=True)
+
+    def _main(self) -> None:
+        try:
+            self._run()
+        except BaseException:
+            self.pipeline.broke(f"stage {self.number}:\n{traceback.format_exc()}")
+
+    def _run(self) -> None:
+        pipeline = self.pipeline
+        self.switch = thread_state.load()
+        self.turns = Interleaver(
+            StepClock(),
+            self.switch,
+            stage=self.number,
+            owners=pipeline.owners,
+            link=pipeline.links[self.number] if pipeline.links else None,
+            make_lazy=LazyRemoteTensor,
+            where=f"stage {self.number}",
+        )
+        while (order := self.orders.get()) is not None:
+            kind, *arguments = order
+            getattr(self, kind)(*arguments)
+        self.statistics = self.turns.statistics()
+
+    def pause(self) -> None:
+        if self.random.random() < 0.2:
+            time.sleep(self.random.random() * self.pipeline.delay_s)
+
+    def step(self, batch: list[tuple[Request, int, int]]) -> None:
+        """Run one step: ``batch`` holds each request with its step and its token."""
+        activations = None
+        if self.number and self.random.random() < 0.5:
+            activations = self.arriving.get(timeout=BOUND_S)
+        for request, step, _ in batch:
+            if request.name not in self.scopes:
+                self._add(request)
+            self.turns.catch_up(request.name)
+            self.turns.open_step(request.name, step)
+            self.pause()
+        with torch.inference_mode():
+            if self.number == 0:
+                activations = _embedded(batch)
+            elif activations is None:
+                activations = self.arriving.get(timeout=BOUND_S)
+            self._cut(batch)
+            value = self._forward(activations)
+            if self.number < self.pipeline.num_stages - 1:
+                self._close(batch)
+                self.pause()
+                self.pipeline.stages[self.number + 1].arriving.put(value)
+                return
+            samples = self._sample(batch, value)
+        self._close(batch)
+        self.pipeline.sampled.put([int(sample) for sample in samples])
+
+    def _forward(self, value: Any) -> Any:
+        for layer in self.layers:
+            self.pause()
+            path = layer_path(layer)
+            (value,), _ = self.turns.serve(Location(path, "input"), ((value,), {}))
+            value = torch.remainder(value * 3 + layer + 1, 97.0)
+            if layer % 2:
+                hidden, rest = self.turns.serve(
+                    Location(path, "output"), (value, torch.remainder(value * 5, 97.0))
+                )
+                value = torch.remainder(hidden + rest, 97.0)
+            else:
+                value = self.turns.serve(Location(path, "output"), value)
+        return value
+
+    def _sample(self, batch: list[tuple[Request, int, int]], value: torch.Tensor) -> Any:
+        ends = torch.tensor([rows.start + rows.count - 1 for rows in _rows(batch)])
+        for index, (request, _, _) in enumerate(batch):
+            self._worker(request).cut = TokenCut(Rows(index, 1, len(batch)))
+        logits = torch.cat([value[ends], value[ends] + 1], dim=1)
+        logits = self.turns.serve(LOGITS, logits)
+        samples = torch.remainder(logits.sum(dim=1, keepdim=True), 11).long()
+        return self.turns.serve(SAMPLES, samples)
+
+    def _close(self, batch: list[tuple[Request, int, int]]) -> None:
+        for request, step, _ in batch:
+            self._worker(request).cut = None
+            self.turns.close_step(request.name, step)
+
+    def _cut(self, batch: list[tuple[Request, int, int]]) -> None:
+        for (request, _, _), rows in zip(batch, _rows(batch), strict=True):
+            self._worker(request).cut = TokenCut(rows)
+
+    def _worker(self, request: Request) -> Worker:
+        return next(w for w in self.turns.workers() if w.request == request.name)
+
+    def _add(self, request: Request) -> None:
+        scope = Scope(
+            {
+                "L": [Place(layer_path(index)) for index in range(NUM_LAYERS)],
+                "model": Place("model"),
+                "ghost": Place(GHOST),
+                "result": result,
+                "steps": Steps(),
+                "torch": torch,
+                "rows": request.num_rows,
+                "OutOfOrderError": OutOfOrderError,
+            }
+        )
+        self.scopes[request.name] = scope
+        block = Block(f"<{request.name}>", 2, request.source, "program")
+        code = block.code()
+        worker = Worker(
+            request.name,
+            lambda: exec(code, scope),
+            block.filename,
+            self.switch.new_slot(False),
+        )
+        self.turns.add(worker)
+
+    def collect(self, request: Request, outcome: list[int] | None, reports: Any) -> None:
+        """End ``request`` as the client's call does, and report."""
+        self.pause()
+        workers = self.turns.finish(request.name, outcome)
+        worker = workers[0]
+        saved = dict.get(self.scopes.pop(request.name), "out")
+        report = {
+            "stage": self.number,
+            "saved": map_leaves(saved, _shippable),
+            "asked": (worker.asked, worker.trail),
+            "error": None,
+        }
+        if worker.error is not None:
+            report["error"] = (worker.is_echo, worker.failed_at, self.number, _place(worker))
+        self.turns.drop(request.name)
+        reports.put(report)
+
+
+def _shippable(leaf: Any) -> Any:
+    if issubclass(type(leaf), RemoteValue):
+        return ELSEWHERE
+    return leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _place(worker: Worker) -> tuple[str, int]:
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(worker.error.__traceback__)
+        if frame.filename == worker.filename
+    ]
+    return type(worker.error).__name__, lines[-1] if lines else -1
+
+
+def _rows(batch: list[tuple[Request, int, int]]) -> list[Rows]:
+    counts = [request.num_rows if step == 0 else 1 for request, step, _ in batch]
+    starts = [sum(counts[:index]) for index in range(len(counts))]
+    return [Rows(start, count, sum(counts)) for start, count in zip(starts, counts, strict=True)]
+
+
+def _embedded(batch: list[tuple[Request, int, int]]) -> torch.Tensor:
+    pieces = [
+        torch.arange(rows.count * 3, dtype=torch.float64).reshape(rows.count, 3) + token
+        for (_, _, token), rows in zip(batch, _rows(batch), strict=True)
+    ]
+    return torch.cat(pieces)
+
+
+# ------------------------------------------------------------- the pipeline
+
+
+class Pipeline:
+    """All stages and their scheduler. Use it once."""
+
+    def __init__(
+        self, num_stages: int, seed: int, *, with_order: bool = True, delay_s: float = 0.0003
+    ) -> None:
+        self.num_stages = num_stages
+        self.seed = seed
+        self.delay_s = delay_s
+        self.random = random.Random(seed)
+        self.owners = stage_map(num_stages, with_order=with_order)
+        self.links: list[MemoryLink] = []
+        self.fabric: MemoryFabric | None = None
+        if num_stages > 1:
+            slow = random.Random(seed + 1)
+            self.fabric = MemoryFabric(
+                num_stages,
+                pick,
+                lambda value: map_leaves(value, _crossed),
+                lambda: slow.random() * delay_s if slow.random() < 0.3 else 0.0,
+            )
+            self.links = [MemoryLink(self.fabric, stage, BOUND_S) for stage in range(num_stages)]
+        self.sampled: queue.Queue[Any] = queue.Queue()
+        self.broken: list[str] = []
+        self.stages = [Stage(self, number) for number in range(num_stages)]
+
+    def broke(self, text: str) -> None:
+        self.broken.append(text)
+        self.sampled.put(None)
+
+    def run(self, requests: list[Request]) -> dict[str, Outcome]:
+        """Run ``requests`` to their ends; return what came of each."""
+        for stage in self.stages:
+            stage.thread.start()
+        try:
+            outcomes = self._schedule(requests)
+        finally:
+            for stage in self.stages:
+                stage.orders.put(None)
+            for stage in self.stages:
+                stage.thread.join(BOUND_S)
+            if self.fabric is not None:
+                self.fabric.close()
+        assert not self.broken, "\n".join(self.broken)
+        return outcomes
+
+    def _schedule(self, requests: list[Request]) -> dict[str, Outcome]:
+        outcomes = {request.name: Outcome() for request in requests}
+        waiting = list(requests)
+        ready: list[Request] = []
+        in_flight: list[list[Request]] = []
+        done: list[Request] = []
+        while waiting or ready or in_flight or done:
+            while waiting and self.random.random() < 0.7:
+                ready.append(waiting.pop(0))
+            if ready and len(in_flight) < self.num_stages and self.random.random() < 0.8:
+                self.random.shuffle(ready)
+                size = self.random.randint(1, len(ready))
+                batch, ready = ready[:size], ready[size:]
+                in_flight.append(batch)
+                self._order("step", [(one, *_next(one, outcomes[one.name])) for one in batch])
+            elif in_flight:
+                batch = in_flight.pop(0)
+                for request, token in zip(batch, self._samples(), strict=True):
+                    tokens = outcomes[request.name].tokens
+                    tokens.append(token)
+                    is_over = token == 0 or len(tokens) >= request.most_steps
+                    (done if is_over else ready).append(request)
+            # The engine answers a call only when every step that it was given before is over.
+            if done and not in_flight:
+                self._collect(done.pop(0), outcomes)
+        return outcomes
+
+    def _collect(self, request: Request, outcomes: dict[str, Outcome]) -> None:
+        outcome = outcomes[request.name]
+        reports: queue.Queue[Any] = queue.Queue()
+        self._order("collect", request, list(outcome.tokens), reports)
+        parts = []
+        for _ in self.stages:
+            try:
+                parts.append(reports.get(timeout=BOUND_S))
+            except queue.Empty:
+                raise AssertionError(f"stuck in collect\n{self.picture()}") from None
+        _merge(outcome, parts)
+
+    def _samples(self) -> list[int]:
+        try:
+            samples = self.sampled.get(timeout=BOUND_S)
+        except queue.Empty:
+            raise AssertionError(f"stuck in a step\n{self.picture()}") from None
+        assert samples is not None, "\n".join(self.broken)
+        return samples
+
+    def _order(self, *order: Any) -> None:
+        for stage in self.stages:
+            stage.orders.put(order)
+
+    def picture(self) -> str:
+        """Return who waits for what."""
+        lines = [*self.broken]
+        for stage in self.stages:
+            lines += [f"stage {stage.number}: {worker!r}" for worker in stage.turns.workers()]
+        return "\n".join(lines)
+
+    def rest(self) -> dict[str, int]:
+        """Return every gauge that is not zero, once the wires are still."""
+        found = {}
+        for stage in self.stages:
+            link = self.links[stage.number].statistics() if self.links else {}
+            for name, count in {**stage.statistics, **link}.items():
+                if count:
+                    found[f"stage {stage.number} {name}"] = count
+        return found
+
+
+def _next(request: Request, outcome: Outcome) -> tuple[int, int]:
+    step = len(outcome.tokens)
+    return step, outcome.tokens[-1] if step else request.token
+
+
+def _crossed(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _merge(outcome: Outcome, parts: list[dict[str, Any]]) -> None:
+    failures = sorted(part["error"] for part in parts if part["error"] is not None)
+    if failures:
+        outcome.error = failures[0][-1]
+        return
+    outcome.asked = {part["asked"] for part in parts}
+    assert len(outcome.asked) == 1, f"stages asked for different things: {outcome.asked}"
+    outcome.saved = _merged([part["saved"] for part in parts])
+
+
+def _merged(values: list[Any]) -> Any:
+    real = [value for value in values if not (isinstance(value, str) and value == ELSEWHERE)]
+    assert real, "a value that no stage ships"
+    first = real[0]
+    if isinstance(first, (list, tuple)) and all(isinstance(v, (list, tuple)) for v in real):
+        assert len({len(value) for value in real}) == 1, f"different lengths: {real}"
+        return [_merged([value[index] for value in real]) for index in range(len(first))]
+    assert all(type(v) is type(first) and v == first for v in real), f"stages disagree: {real}"
+    return first

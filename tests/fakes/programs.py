@@ -1,0 +1,319 @@
+"""Random blocks for the toy pipeline of `fakes.pipeline`, from a seeded generator."""
+
+from __future__ import annotations
+
+import random
+
+from fakes.pipeline import NUM_LAYERS
+
+# Places of a step in model order: input and output of each layer, then logits, samples.
+NUM_PLACES = 2 * NUM_LAYERS + 2
+
+
+class Writer:
+    """Writes one program. Keeps what names hold, so that most lines are right."""
+
+    def __init__(self, seed: int, *, mischief: float) -> None:
+        self.random = random.Random(seed)
+        self.mischief = mischief
+        self.lines: list[str] = []
+        self.num_names = 0
+        self.position = -1
+        self.step = "0"
+        # Names of tensors with at least two dimensions, the last of size 3.
+        self.names: list[str] = []
+        # The name that was read last, with its place; it may still reach the model.
+        self.last: tuple[str, int] | None = None
+
+    def program(self) -> str:
+        self.put(0, "out = []")
+        self.statements(0, self.random.randint(1, 7))
+        if self.random.random() < 0.75:
+            self.loop()
+        if self.chance(0.3):
+            self.put(0, "out.append(result())")
+            if self.chance(0.7):
+                self.force(0)
+        return "\n".join(self.lines) + "\n"
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def put(self, depth: int, line: str) -> None:
+        self.lines.append(" " * (4 * (depth + 1)) + line)
+
+    def loop(self) -> None:
+        chosen = self.random.choice(
+            ["steps[:]", "steps[:2]", "steps[:3]", "steps[1:]", "steps[1:3]", "steps[[0, 2]]"]
+        )
+        self.put(0, f"for s in {chosen}:")
+        if self.chance(0.15) or chosen.startswith("steps[1"):
+            self.position = -1
+        self.step = "s"
+        self.last = None
+        self.statements(1, self.random.randint(2, 10))
+        if self.chance(0.15):
+            self.force(1)
+            self.put(1, f"if len(out) % {self.random.randint(2, 4)} == 0: break")
+        self.put(1, "out.append(s)")
+        self.last = None
+        if self.chance(0.3):
+            self.put(0, "out.append('after')")
+            self.force(0)
+
+    def statements(self, depth: int, count: int) -> None:
+        for _ in range(count):
+            self.statement(depth)
+
+    def statement(self, depth: int) -> None:
+        kinds = [
+            (self.read, 6), (self.keep, 3), (self.force, 3), (self.edit, 4), (self.copy, 2),
+            (self.assign, 3), (self.combine, 3), (self.branch, 1.5), (self.write_blind, 1),
+            (self.input, 1.5), (self.logits, 1), (self.samples, 1),
+        ]  # fmt: skip
+        if self.chance(self.mischief):
+            kinds = [(self.late, 4), (self.caught, 5), (self.ghostly, 2.5), (self.raising, 1)]
+        functions, weights = zip(*kinds, strict=True)
+        self.random.choices(functions, weights)[0](depth)
+
+    # -- lines that ask --------------------------------------------------------------------------
+
+    def next_place(self, *, kind: int) -> int | None:
+        """Return a layer whose input (0) or output (1) still comes in this step."""
+        layers = [i for i in range(NUM_LAYERS) if 2 * i + kind > self.position]
+        if not layers:
+            return None
+        layer = self.random.choice(layers[:3])
+        self.position = 2 * layer + kind
+        return layer
+
+    def fresh(self) -> str:
+        self.num_names += 1
+        return f"v{self.num_names}"
+
+    def read(self, depth: int) -> None:
+        layer = self.next_place(kind=1)
+        if layer is None:
+            return self.force(depth)
+        name = self.fresh()
+        self.put(depth, f"{name} = {_output(layer, self.random.randint(0, 1))}")
+        self.names.append(name)
+        self.last = (name, layer)
+        return None
+
+    def input(self, depth: int) -> None:
+        layer = self.next_place(kind=0)
+        if layer is None:
+            return self.keep(depth)
+        name = self.fresh()
+        self.put(depth, f"{name} = L[{layer}].input")
+        self.names.append(name)
+        self.last = None
+        if self.chance(0.4):
+            self.put(depth, f"L[{layer}].input = {name} * 2 + {self.row()}")
+        elif self.chance(0.4):
+            self.put(depth, f"{name}[-1] = 7.0")
+        return None
+
+    def logits(self, depth: int) -> None:
+        if self.position >= NUM_PLACES - 2:
+            return
+        self.position = NUM_PLACES - 2
+        name = self.fresh()
+        self.put(depth, f"{name} = model.logits")
+        self.put(depth, f"out.append({name}{self.random.choice(['', '[-1]', '.sum()'])})")
+        if self.chance(0.4):
+            self.put(depth, f"{name}[:, 0] += {self.number()}")
+        elif self.chance(0.3):
+            self.put(depth, f"model.logits = {name} + 1")
+        self.last = None
+
+    def samples(self, depth: int) -> None:
+        if self.position >= NUM_PLACES - 1:
+            return
+        self.position = NUM_PLACES - 1
+        name = self.fresh()
+        self.put(depth, f"{name} = model.samples")
+        self.put(depth, f"out.append({name}[0])")
+        if self.chance(0.3):
+            self.put(depth, f"{name}[0, 0] = {self.random.randint(1, 9)}")
+        elif self.chance(0.3):
+            self.put(depth, f"if int({name}[0, 0]) % 2: out.append('odd')")
+        self.last = None
+
+    def assign(self, depth: int) -> None:
+        """Read-modify-write, with values of wherever."""
+        if self.last is None or self.chance(0.3):
+            self.read(depth)
+        if self.last is None:
+            return
+        name, layer = self.last
+        changed = self.random.choice([f"{name} * 2", f"{name} + {self.row()}", f"{name} - 1"])
+        if layer % 2:
+            self.put(depth, f"L[{layer}].output = ({changed}, L[{layer}].output[1])")
+        elif self.chance(0.3):
+            self.put(depth, f"{name} = {changed}")
+            self.put(depth, f"L[{layer}].output = {name}")
+            if self.chance(0.5):
+                self.put(depth, f"{name} += {self.number()}")
+        else:
+            self.put(depth, f"L[{layer}].output = {changed}")
+        if self.chance(0.3):
+            again = self.fresh()
+            self.put(depth, f"{again} = {_output(layer, 0)}")
+            self.put(depth, f"out.append({again}[-1])")
+
+    def write_blind(self, depth: int) -> None:
+        layer = self.next_place(kind=1)
+        if layer is None:
+            return
+        count = f"(rows if {self.step} == 0 else 1)"
+        value = f"torch.full(({count}, 3), {self.number()}, dtype=torch.float64)"
+        if self.names and self.chance(0.5):
+            value += f" + {self.row()}"
+        self.put(depth, f"L[{layer}].output = {f'({value}, {value})' if layer % 2 else value}")
+        self.last = None
+
+    # -- lines that use --------------------------------------------------------------------------
+
+    def number(self) -> str:
+        return f"{self.random.randint(1, 9)}.0"
+
+    def name(self) -> str | None:
+        return self.random.choice(self.names[-6:]) if self.names else None
+
+    def row(self) -> str:
+        """Return an expression for three numbers, whatever the rows of its value."""
+        name = self.name()
+        if name is None or self.chance(0.15):
+            return self.number()
+        return self.random.choice(
+            [
+                f"{name}[-1]",
+                f"{name}[0]",
+                f"{name}.sum(0)",
+                f"{name}.clone()[-1]",
+                f"2.0 - {name}[-1]",
+            ]
+        )
+
+    def keep(self, depth: int) -> None:
+        name = self.name()
+        if name is not None:
+            value = self.random.choice(
+                [name, f"{name}[-1]", f"{name}.clone()", f"[{name}, {name}[0]]"]
+            )
+            self.put(depth, f"out.append({value})")
+
+    def force(self, depth: int) -> None:
+        name = self.name()
+        if name is None:
+            return
+        value = self.random.choice(
+            [
+                f"float({name}.sum())", f"int({name}[-1][0]) % 7", f"{name}[0, 1].item()",
+                f"tuple({name}.shape)", f"{name} + 1", f"f'{{{name}[-1][2]:.1f}}'",
+                f"torch.stack([{name}[-1], {name}[0]])", f"bool(({name}[-1] > 40).any())",
+                f"len({name})", f"[float(x) for x in {name}[-1]]",
+                f"isinstance({name}, torch.Tensor)", f"torch.cat(({name}, {name} * 2)).sum()",
+                f"1.0 - {name}",
+            ]
+        )  # fmt: skip
+        self.put(depth, f"out.append({value})")
+
+    def edit(self, depth: int) -> None:
+        """Edit in place: the value read last (which reaches the model), or any other."""
+        name = self.last[0] if self.last is not None and self.chance(0.6) else self.name()
+        if name is None:
+            return
+        self.put(
+            depth,
+            self.random.choice(
+                [
+                    f"{name}[-1] += {self.row()}", f"{name}[:] = {self.number()}",
+                    f"{name}[-1] = {self.row()}", f"{name} += {self.row()}",
+                    f"{name}.add_({self.number()})", f"{name} *= 2.0", f"{name}[-1, 1:] = 3.0",
+                    f"{name}[-1].mul_(2.0)", f"{name}.remainder_(89.0)",
+                ]
+            ),
+        )  # fmt: skip
+
+    def copy(self, depth: int) -> None:
+        name = self.name()
+        if name is not None:
+            fresh = self.fresh()
+            self.put(depth, f"{fresh} = {name}.clone()")
+            self.names.append(fresh)
+            if self.chance(0.6):
+                self.put(depth, f"{name}[:] = {self.number()}")
+                self.put(depth, f"out.append({fresh}[-1])")
+
+    def combine(self, depth: int) -> None:
+        name = self.name()
+        if name is not None:
+            fresh = self.fresh()
+            self.put(depth, f"{fresh} = {name} * 3.0 + {self.row()}")
+            self.put(depth, f"{fresh} = torch.remainder({fresh}, 97.0)")
+            self.names.append(fresh)
+
+    def branch(self, depth: int) -> None:
+        name = self.name()
+        if name is None or depth > 2:
+            return
+        before = (self.position, self.last, list(self.names))
+        self.put(depth, f"if float({name}[-1].sum()) % 2 < 1:")
+        self.statements(depth + 1, self.random.randint(1, 2))
+        self.put(depth + 1, "out.append('yes')")
+        position = self.position
+        self.position, self.last, self.names = before
+        self.names = list(self.names)
+        self.put(depth, "else:")
+        self.put(depth + 1, "out.append('no')")
+        if self.chance(0.5):
+            self.statement(depth + 1)
+        self.position = max(position, self.position)
+        self.last, self.names = None, before[2]
+
+    # -- mischief --------------------------------------------------------------------------------
+
+    def late(self, depth: int) -> None:
+        layer = self.random.randint(0, NUM_LAYERS - 1)
+        self.put(depth, f"late = L[{layer}].output")
+        self.put(depth, "out.append(late)")
+
+    def caught(self, depth: int) -> None:
+        layer = self.random.randint(0, NUM_LAYERS - 1)
+        self.put(depth, "try:")
+        self.put(depth + 1, f"late = {_output(layer, 0)}")
+        self.put(depth + 1, f"out.append({self.random.choice(['late', 'float(late.sum())'])})")
+        if self.chance(0.3):
+            self.put(depth + 1, "late[-1] = 1.0")
+        self.put(depth, "except OutOfOrderError:")
+        self.put(depth + 1, "out.append('caught')")
+        if self.chance(0.3) and self.last is not None:
+            self.put(depth, f"{self.last[0]}[-1] += 1.0")
+        if 2 * layer + 1 > self.position:
+            self.position = 2 * layer + 1
+            self.last = None
+
+    def ghostly(self, depth: int) -> None:
+        if self.position > 2 * 2 + 1:
+            return
+        if self.chance(0.5):
+            self.put(depth, "out.append(ghost.output)")
+        else:
+            self.put(depth, "try: out.append(float(ghost.output.sum()))")
+            self.put(depth, "except OutOfOrderError: out.append('no ghost')")
+        self.last = None
+
+    def raising(self, depth: int) -> None:
+        self.put(depth, "if len(out) % 2: raise ValueError(len(out))")
+
+
+def _output(layer: int, item: int) -> str:
+    return f"L[{layer}].output[{item}]" if layer % 2 else f"L[{layer}].output"
+
+
+def program(seed: int, *, mischief: float = 0.06) -> str:
+    """Return the source of one random block, indented as in a file."""
+    return Writer(seed, mischief=mischief).program()

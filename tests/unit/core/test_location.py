@@ -1,0 +1,33 @@
+import pytest
+
+from nnsight_pp.core.ask import Pull, Read, Step, Write
+from nnsight_pp.core.location import LOGITS, RESULT, SAMPLES, Location, Visit
+
+
+@pytest.mark.parametrize("text", ["model.layers.3.output", "model.input", "result"])
+def test_location_prints_as_it_parses(text):
+    assert str(Location.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["model.layers.3.output#2", "result#0"])
+def test_visit_prints_as_it_parses(text):
+    assert str(Visit.parse(text)) == text
+
+
+def test_values_of_no_module_have_names():
+    assert [str(one) for one in (LOGITS, SAMPLES, RESULT)] == [
+        "model.logits",
+        "model.samples",
+        "result",
+    ]
+
+
+def test_asks_say_what_is_asked():
+    location = Location("model.head", "output")
+    asks = [Read(0, location, 2), Write(1, location, 0, None), Step(3), Pull(location, 1, None)]
+    assert [str(ask) for ask in asks] == [
+        "Read model.head.output#2",
+        "Write model.head.output#0",
+        "Step 3",
+        "Pull model.head.output#1",
+    ]

@@ -1,0 +1,155 @@
+import importlib
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+
+import cloudpickle
+import pytest
+import torch
+
+from nnsight_pp.core.block import Block
+from nnsight_pp.wire.block_codec import BlockMessage, decode_block, encode_block, is_users
+
+BLOCK = Block("user.py", 3, "    x = helper(model)\n", "run")
+
+
+class Model:
+    """Stands for what exists on both sides."""
+
+    def __init__(self):
+        self.layers = ["first"]
+
+
+NO_MODEL = Model()
+
+
+def shipped(names, model=NO_MODEL, **options):
+    message = BlockMessage("t", BLOCK, names, **options)
+    data = encode_block(message, lambda obj: "the model" if obj is model else None)
+    assert b"Model" not in data
+    return decode_block(data, lambda name: f"here: {name}")
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "nnsight_pp_user_code.py").write_text(
+        textwrap.dedent(
+            """
+            FACTOR = 3
+
+            class OwnError(ValueError):
+                def __init__(self, text, code=7):
+                    super().__init__(text)
+                    self.code = code
+
+            class Scaler:
+                by = 2
+                def __call__(self, x):
+                    return x * self.by * FACTOR
+
+            def scaled(x):
+                return Scaler()(x)
+            """
+        )
+    )
+    module = importlib.import_module("nnsight_pp_user_code")
+    yield module
+    sys.modules.pop("nnsight_pp_user_code", None)
+
+
+def test_block_and_options_come_back():
+    back = shipped({"n": 1}, saved=("n",), grad_enabled=False)
+    assert back == BlockMessage("t", BLOCK, {"n": 1}, ("n",), False)
+    assert back.block.code().co_name == "run"
+
+
+def test_model_travels_as_its_name_also_inside_containers_and_closures():
+    model = Model()
+
+    def use():
+        return model
+
+    back = shipped({"model": model, "many": [model, (model,)], "use": use}, model)
+    assert back.names["model"] == "here: the model"
+    assert back.names["many"] == ["here: the model", ("here: the model",)]
+    assert back.names["use"]() == "here: the model"
+
+
+def test_tensors_lambdas_and_closures_come_back():
+    factor = torch.arange(3.0)
+    back = shipped({"vector": factor, "scale": lambda x: x * factor})
+    assert torch.equal(back.names["vector"], factor)
+    assert torch.equal(back.names["scale"](torch.ones(3)), factor)
+
+
+def test_code_of_a_users_module_travels_by_value(user_module):
+    data = encode_block(BlockMessage("t", BLOCK, {"scaled": user_module.scaled}), lambda obj: None)
+    sys.modules.pop("nnsight_pp_user_code")
+    sys.path_importer_cache.clear()
+    user_module.Scaler = None
+    back = decode_block(data, lambda name: None)
+    assert back.names["scaled"](1) == 6
+    assert "nnsight_pp_user_code" not in cloudpickle.list_registry_pickle_by_value()
+
+
+def test_library_code_travels_by_name():
+    assert not is_users(torch)
+    assert not is_users(textwrap)
+    assert not is_users(pytest)
+    assert not is_users(sys)
+    assert not is_users(sys.modules["nnsight_pp"])
+    data = encode_block(BlockMessage("t", BLOCK, {"f": textwrap.dedent}), lambda obj: None)
+    assert len(data) < 1000
+
+
+def test_threads_encode_the_same_module_at_once(user_module):
+    failed = []
+
+    def work():
+        for _ in range(10):
+            data = encode_block(
+                BlockMessage("t", BLOCK, {"scaled": user_module.scaled}), lambda obj: None
+            )
+            if b"FACTOR" not in data:
+                failed.append(data)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+def test_what_cannot_travel_is_an_error_here():
+    with pytest.raises(Exception, match=r"(?i)pickle"):
+        shipped({"lock": threading.Lock()})
+
+
+RANK = """
+import pickle, sys
+from nnsight_pp.wire.block_codec import decode_block
+from nnsight_pp.wire.report_codec import failure_of
+assert "nnsight_pp_user_code" not in sys.modules
+message = decode_block(sys.stdin.buffer.read(), lambda name: None)
+try:
+    raise message.names["OwnError"]("from the rank", 9)
+except Exception as error:
+    sys.stdout.buffer.write(pickle.dumps(failure_of(error, "user.py", 1, 4)))
+"""
+
+
+@pytest.mark.slow
+def test_exception_class_of_a_users_module_comes_back_as_the_same_class(user_module):
+    from nnsight_pp.trace.raised import exception_of
+
+    data = encode_block(
+        BlockMessage("t", BLOCK, {"OwnError": user_module.OwnError}), lambda obj: None
+    )
+    done = subprocess.run([sys.executable, "-c", RANK], input=data, capture_output=True, check=True)
+    error = exception_of(pickle.loads(done.stdout))
+    assert type(error) is user_module.OwnError
+    assert (str(error), error.code) == ("from the rank", 9)

@@ -1,0 +1,91 @@
+from collections import namedtuple
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from nnsight_pp import RankDivergenceError
+from nnsight_pp.core.report import Elsewhere, Failure, Report
+from nnsight_pp.wire.merge import first_failure, merge_reports
+
+Pair = namedtuple("Pair", "a b")
+
+
+@dataclass
+class Point:
+    x: object
+    y: object
+
+
+def merged(*saved, **options):
+    return merge_reports([Report("r", stage, saved=one) for stage, one in enumerate(saved)]).saved
+
+
+def failure(stage=0, asked=0, *, is_echo=False):
+    return Failure("ValueError", "text", None, (), stage, asked, is_echo)
+
+
+def test_each_leaf_is_taken_from_the_stage_that_has_it():
+    one = {"x": [torch.ones(1), Elsewhere()], "y": Elsewhere(), "z": {"a": 1}}
+    two = {"x": [Elsewhere(), torch.zeros(1)], "y": (1, 2), "z": {"a": 1}}
+    found = merged(one, two)
+    assert [value.item() for value in found["x"]] == [1.0, 0.0]
+    assert (found["y"], found["z"]) == ((1, 2), {"a": 1})
+
+
+def test_leaves_inside_dataclasses_and_named_tuples_are_merged():
+    found = merged(
+        {"p": Point(1, Elsewhere()), "q": Pair(Elsewhere(), 2)},
+        {"p": Point(Elsewhere(), 2), "q": Pair(1, Elsewhere())},
+    )
+    assert found == {"p": Point(1, 2), "q": Pair(1, 2)}
+
+
+def test_report_of_the_first_stage_names_the_request_and_all_are_counted():
+    reports = [
+        Report("r", 1, "t", warnings=("b", "a"), statistics={"pulls": 2}),
+        Report("r", 0, "t", warnings=("a",), statistics={"pulls": 1}),
+    ]
+    found = merge_reports(reports)
+    assert (found.request, found.stage, found.trace) == ("r", 0, "t")
+    assert found.warnings == ("a", "b")
+    assert found.statistics == {"0": {"pulls": 1}, "1": {"pulls": 2}}
+
+
+MISMATCHES = {
+    "only one stage saved it": ({"x": 1}, {}),
+    "nobody sent it": ({"x": Elsewhere()}, {"x": Elsewhere()}),
+    "lengths": ({"x": [1]}, {"x": [1, 2]}),
+    "keys": ({"x": {"a": 1}}, {"x": {"b": 1}}),
+    "order of keys": ({"x": {"a": 1, "b": 1}}, {"x": {"b": 1, "a": 1}}),
+    "kinds": ({"x": [1]}, {"x": (1,)}),
+    "container and leaf": ({"x": [1]}, {"x": 1}),
+    "numbers": ({"x": 1}, {"x": 2}),
+    "texts": ({"x": "a"}, {"x": "b"}),
+    "shapes": ({"x": torch.ones(1)}, {"x": torch.ones(2)}),
+    "dtypes": ({"x": torch.ones(1)}, {"x": torch.ones(1).half()}),
+}
+
+
+@pytest.mark.parametrize("saved", MISMATCHES.values(), ids=MISMATCHES)
+def test_stages_that_disagree_took_different_branches(saved):
+    with pytest.raises(RankDivergenceError, match="disagree about the saved value 'x'"):
+        merged(*saved)
+
+
+def test_after_a_failure_what_does_not_fit_is_left_out():
+    reports = [
+        Report("r", 0, saved={"x": 1, "y": 2}, failure=failure()),
+        Report("r", 1, saved={"y": 2}),
+    ]
+    found = merge_reports(reports)
+    assert found.saved == {"y": 2}
+    assert found.failure == failure()
+
+
+def test_first_failure_of_the_block_wins_and_an_echo_comes_last():
+    early, late = failure(stage=1, asked=2), failure(stage=0, asked=5)
+    echo = failure(stage=0, asked=0, is_echo=True)
+    assert first_failure([late, echo, early]) is early
+    assert first_failure([echo]) is echo
+    assert first_failure([]) is None

@@ -1,0 +1,130 @@
+import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from nnsight_pp.wire.value_codec import decode, encode, from_bytes, to_bytes
+
+DTYPES = [
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    torch.complex64, torch.complex128,
+]  # fmt: skip
+
+
+@dataclass
+class Point:
+    x: object
+    y: object
+
+
+def same(first, second):
+    return (
+        torch.equal(first.view(torch.uint8), second.view(torch.uint8))
+        if first.dtype == torch.float8_e4m3fn
+        else torch.equal(first, second)
+    ) and (first.dtype, first.shape) == (second.dtype, second.shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3)], ids=str)
+def test_every_dtype_and_shape_comes_back(dtype, shape):
+    tensor = (torch.randn(shape) * 2).to(dtype)
+    back = from_bytes(to_bytes(tensor))
+    assert same(back, tensor)
+    assert back.is_contiguous()
+
+
+VIEWS = {
+    "transposed": torch.arange(6.0).reshape(2, 3).t(),
+    "strided": torch.arange(12.0)[1::3],
+    "expanded": torch.ones(1, 3).expand(4, 3),
+    "conjugated": torch.randn(3, dtype=torch.complex64).conj(),
+    "negated": torch.randn(3, dtype=torch.complex64).conj().imag,
+    "inference": torch.inference_mode()(lambda: torch.ones(3) * 2)(),
+}
+
+
+@pytest.mark.parametrize("tensor", VIEWS.values(), ids=VIEWS)
+def test_view_comes_back_with_its_elements(tensor):
+    assert same(from_bytes(to_bytes(tensor)), tensor.clone())
+
+
+def test_nested_value_of_mixed_kinds_comes_back():
+    value = {
+        "tuple": (torch.ones(2), [torch.zeros(1, dtype=torch.int8), None, 3, "text"]),
+        "point": Point(torch.ones(3, dtype=torch.bool), 2.5),
+        "ordered": OrderedDict(b=1, a=torch.tensor(1, dtype=torch.bfloat16)),
+        "size": torch.Size([1, 2]),
+        "named": torch.max(torch.ones(2, 2), dim=0),
+        "set": {1, 2},
+    }
+    back = from_bytes(to_bytes(value))
+    assert torch.equal(back["tuple"][0], torch.ones(2))
+    assert back["tuple"][1][1:] == [None, 3, "text"]
+    assert type(back["point"]) is Point
+    assert list(back["ordered"]) == ["b", "a"]
+    assert back["size"] == torch.Size([1, 2])
+    assert torch.equal(back["named"].values, torch.ones(2))
+    assert back["set"] == {1, 2}
+
+
+@pytest.mark.parametrize("value", [None, 1, "text", (), {}, [None]], ids=repr)
+def test_value_without_tensors_comes_back(value):
+    assert from_bytes(to_bytes(value)) == value
+
+
+def test_tensor_that_occurs_twice_is_sent_once_and_is_one_object():
+    tensor = torch.ones(1000)
+    _, pieces = encode([tensor, tensor])
+    assert sum(len(piece) for piece in pieces) == 4000
+    first, second = from_bytes(to_bytes([tensor, tensor]))
+    assert first is second
+
+
+def test_edit_of_one_tensor_leaves_the_others():
+    first, second = from_bytes(to_bytes((torch.ones(3), torch.ones(3))))
+    first.zero_()
+    assert torch.equal(second, torch.ones(3))
+
+
+def test_tensor_that_requires_grad_crosses_without_its_graph():
+    tensor = torch.ones(3, requires_grad=True) * 2
+    back = from_bytes(to_bytes(tensor))
+    assert torch.equal(back, tensor)
+    assert not back.requires_grad
+    back.add_(1)
+
+
+def test_module_comes_back_with_its_parameters():
+    module = nn.Linear(2, 2)
+    module.bias.requires_grad_(False)
+    back = from_bytes(to_bytes(module))
+    assert isinstance(back.weight, nn.Parameter)
+    assert (back.weight.requires_grad, back.bias.requires_grad) == (True, False)
+    assert torch.equal(back(torch.ones(2)), module(torch.ones(2)))
+
+
+def test_sparse_tensor_crosses_in_torchs_own_way():
+    tensor = torch.eye(3).to_sparse()
+    assert torch.equal(from_bytes(to_bytes(tensor)).to_dense(), torch.eye(3))
+
+
+def test_tensor_without_elements_of_its_own_is_refused():
+    with pytest.raises(pickle.PicklingError, match="meta device"):
+        to_bytes(torch.ones(3, device="meta"))
+
+
+def test_what_cannot_be_pickled_is_refused():
+    with pytest.raises(Exception, match=r"(?i)pickle"):
+        to_bytes((torch.ones(1), (number for number in ())))
+
+
+def test_payload_may_come_in_one_buffer_of_its_own():
+    value = (torch.arange(5, dtype=torch.int16), torch.arange(3.0))
+    header, pieces = encode(value)
+    back = decode(header, torch.cat(pieces))
+    assert all(same(own, other) for own, other in zip(back, value, strict=True))
