@@ -5,13 +5,14 @@
     │   ├── OutOfOrderError             a value was asked for after the model had passed it
     │   ├── OutsideTraceError           a served value was touched with no run (also a ValueError)
     │   ├── SaveOutsideTraceError       `save` with no trace (also a ValueError)
-    │   ├── UnknownLocationError        no such module or value in this model (also an AttributeError)
+    │   ├── UnknownLocationError        no such module or value (also an AttributeError)
     │   ├── NotServedError              the engine never computes this as a module call
-    │   ├── RowsError                   a written value does not fit the request's rows (also a ValueError)
+    │   ├── RowsError                   a written value does not fit its rows (also a ValueError)
     │   ├── ParkRefusedError            a park inside a torch call with the thread-state swap off
     │   ├── ValueUnavailableError       another stage cannot send this value
     │   ├── RankDivergenceError         two ranks took different branches in one block
     │   ├── BlockShapeError             a body that cannot be captured (also a ValueError)
+    │   ├── SourceNotAvailable          a function whose operations cannot be looked at
     │   ├── WithBlockNotFoundError      no readable `with` statement at the call site
     │   └── NotSupportedError           a thing of the surface that this engine refuses
     ├── EngineError                 your configuration, your machine or your vLLM version
@@ -93,6 +94,10 @@ class WithBlockNotFoundError(BlockError):
     """No readable `with` statement stands at the call site."""
 
 
+class SourceNotAvailable(BlockError):  # noqa: N818 - the name that blocks catch
+    """The operations inside this call or module cannot be looked at."""
+
+
 class NotSupportedError(BlockError, NotImplementedError):
     """A part of the surface that this engine refuses."""
 
@@ -117,7 +122,7 @@ class PullTimeoutError(EngineError):
     """A bounded wait for another stage ran out."""
 
 
-class EarlyStopException(NNsightError):
+class EarlyStopException(NNsightError):  # noqa: N818 - the name that users know
     """Leave a block early (`tracer.stop()`). Swallowed by the run."""
 
 

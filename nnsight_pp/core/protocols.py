@@ -84,6 +84,10 @@ class Owners(Protocol):
         """
         ...
 
+    def position_of(self, location: Location) -> int | None:
+        """Return the place of ``location`` in its stage's forward, or None where it has none."""
+        ...
+
 
 class Cut(Protocol):
     """How one request's worker sees a value that the model computes for a whole batch."""

@@ -21,7 +21,7 @@ class Failure:
         pickled: The exception itself, or None where it cannot be pickled.
         frames: File, line and function of each of the user's frames, outermost first.
         stage: Where it was raised.
-        asked: How many asks the worker had made: the smallest is the first failure.
+        failed_at: Where in the block's asks: the smallest is the first failure.
         is_echo: Whether it only repeats that another stage failed.
     """
 
@@ -30,7 +30,7 @@ class Failure:
     pickled: bytes | None
     frames: tuple[tuple[str, int, str], ...]
     stage: int
-    asked: int
+    failed_at: int
     is_echo: bool = False
 
 
@@ -46,6 +46,7 @@ class Report:
         grown: How the block changed lists, dicts, sets and tensors from around it, likewise.
         failure: Why the block ended early, or None.
         warnings: Texts for the user.
+        trail: How many asks the worker made, and a checksum of them: alike on every stage.
         statistics: What the link moved for this request, by owner stage.
     """
 
@@ -56,4 +57,5 @@ class Report:
     grown: dict[str, Any] = field(default_factory=dict)
     failure: Failure | None = None
     warnings: tuple[str, ...] = ()
+    trail: tuple[int, int] | None = None
     statistics: dict[str, Any] = field(default_factory=dict)

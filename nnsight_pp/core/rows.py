@@ -14,6 +14,7 @@ Letters: T tokens of the step's batch, R rows of this request, B batch.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -53,10 +54,12 @@ class WholeCut:
 class BatchCut:
     """Views of a request's rows where the leading size is exactly the batch's."""
 
-    __slots__ = ("rows",)
+    __slots__ = ("_bases", "rows")
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
+        # Of each view given that is in a graph: the tensor that the model goes on with.
+        self._bases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
     def _is_batched(self, leaf: Any) -> bool:
         return (
@@ -65,10 +68,23 @@ class BatchCut:
 
     def give(self, value: Any) -> Any:
         """Return ``value`` with every batched tensor ``[B, ...]`` narrowed to ``[R, ...]``."""
-        start, count, _ = self.rows
         return map_leaves(
-            value, lambda leaf: leaf.narrow(0, start, count) if self._is_batched(leaf) else leaf
+            value, lambda leaf: self._narrowed(leaf) if self._is_batched(leaf) else leaf
         )
+
+    def _narrowed(self, leaf: torch.Tensor) -> torch.Tensor:
+        view = leaf.narrow(0, self.rows.start, self.rows.count)
+        if view.requires_grad:
+            self._bases[id(view)] = weakref.ref(view), leaf
+        return view
+
+    def base_of(self, view: torch.Tensor) -> torch.Tensor | None:
+        """Return the tensor of the whole batch of which ``view`` was given as this request's rows.
+
+        The model goes on with that tensor, so it is the one that gradients flow to.
+        """
+        known, base = self._bases.get(id(view), (None, None))
+        return base if known is not None and known() is view else None
 
     def marks(self, served: Any) -> list[Any]:
         """Return the leaves, kept alive, so that a replaced one is seen by identity."""

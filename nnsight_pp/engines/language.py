@@ -26,7 +26,12 @@ except ImportError as error:
 from nnsight_pp.core.location import ROOT
 from nnsight_pp.engines.hf import checkpoint as loading
 from nnsight_pp.engines.hf import tasks
-from nnsight_pp.engines.hf.batch import (
+from nnsight_pp.engines.hf.call_site import is_entered_by_with
+from nnsight_pp.engines.hf.encode import Encoder, has_prompt
+from nnsight_pp.engines.hf.fake_run import faked
+from nnsight_pp.engines.hf.fields import Padding
+from nnsight_pp.engines.hf.generator import Generator, GeneratorEnvoy, generating
+from nnsight_pp.engines.hf.prompt_batch import (
     Call,
     Given,
     HasInput,
@@ -34,14 +39,9 @@ from nnsight_pp.engines.hf.batch import (
     for_one_forward,
     pipeline_call_of,
 )
-from nnsight_pp.engines.hf.call_site import is_entered_by_with
-from nnsight_pp.engines.hf.encode import Encoder, has_prompt
-from nnsight_pp.engines.hf.fake_run import faked
-from nnsight_pp.engines.hf.fields import Padding
-from nnsight_pp.engines.hf.generator import Generator, GeneratorEnvoy
 from nnsight_pp.engines.local import NNsight
 from nnsight_pp.envoys.serve_point import module_paths
-from nnsight_pp.errors import ConfigurationError, NotSupportedError, explain
+from nnsight_pp.errors import ConfigurationError, explain
 from nnsight_pp.interleave.worker import running_worker
 from nnsight_pp.trace.tracer import Invocation, Tracer
 
@@ -73,7 +73,7 @@ class LanguageModel(NNsight):
     # What models of other kinds have beside or instead of a tokenizer.
     processor = image_processor = feature_extractor = None
 
-    def __init__(  # noqa: PLR0913 - what a user may say of a model, by name
+    def __init__(
         self,
         source: str | torch.nn.Module,
         *,
@@ -108,9 +108,7 @@ class LanguageModel(NNsight):
         self.task = task
         if tokenizer is None:
             known = self._checkpoint
-            tokenizer = (
-                loading.tokenizer_of(self.repo_id) if known is None else known.tokenizer()
-            )
+            tokenizer = loading.tokenizer_of(self.repo_id) if known is None else known.tokenizer()
         loading.make_ready(tokenizer, module, tokenizer_kwargs)
         self.tokenizer = tokenizer
         tree = {"rename": rename, "envoys": envoys}
@@ -177,9 +175,8 @@ class LanguageModel(NNsight):
             module: Any = self._module
             placed = {} if hasattr(module, "hf_device_map") else {"device": module.device}
             side = getattr(self.tokenizer, "padding_side", None)
-            self._pipeline = transformers.pipeline(
-                self.task, model=module, tokenizer=self.tokenizer, **placed
-            )
+            make: Any = transformers.pipeline
+            self._pipeline = make(self.task, model=module, tokenizer=self.tokenizer, **placed)
             if side is not None:
                 self.tokenizer.padding_side = side
         return self._pipeline
@@ -301,35 +298,11 @@ class LanguageModel(NNsight):
 
     def _callee(self, mode: Mode, fn: Callable[..., Any] | str | None) -> Callable[..., Any]:
         if mode == "generate":
-            return self._generate
+            return generating(self._module, self._finished, self._pad_token())
         if mode == "pipe":
             return self.pipeline
         call = getattr(self._module, fn) if isinstance(fn, str) else fn or self._module
         return faked(call) if mode == "scan" else call
-
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        module: Any = self._module
-        if not hasattr(module, "generate"):
-            raise NotSupportedError(
-                explain(
-                    f"{type(module).__name__} does not generate.",
-                    why="It has no `generate`: it is not a model that continues text.",
-                    todo="Use `trace`.",
-                )
-            )
-        config = kwargs.get("generation_config") or module.generation_config
-        if kwargs.get("pad_token_id", config.pad_token_id) is None and "generation_config" not in kwargs:
-            kwargs["pad_token_id"] = self._pad_token()
-        streamer = self._finished.streamer
-        # transformers refuses a streamer beside a beam search.
-        if (kwargs.get("num_beams", config.num_beams) or 1) == 1:
-            num_steps = kwargs.get("max_new_tokens", config.max_new_tokens)
-            streamer.start(num_steps, kwargs.pop("streamer", None))
-            kwargs["streamer"] = streamer
-        try:
-            return self._finished(module.generate(*args, **kwargs))
-        finally:
-            streamer.stop()
 
 
 TransformersModel = LanguageModel

@@ -22,6 +22,7 @@ from nnsight_pp.interleave.clock import VisitClock
 from nnsight_pp.interleave.interleaver import Interleaver
 from nnsight_pp.interleave.worker import Worker
 from nnsight_pp.trace.clean import raise_again
+from nnsight_pp.trace.gradients import install_backward, refuse_in_backward
 from nnsight_pp.trace.tracer import Invocation, Tracer
 
 if TYPE_CHECKING:
@@ -44,10 +45,19 @@ class NNsight(Envoy):
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
-        self._gate = Gate()
         # The turns of the run that is on.
         self._turns: Interleaver | None = None
-        install_serve_points(module_paths(module), self._gate)
+        install_backward()
+        self._install()
+
+    def _served_modules(self) -> dict[str, torch.nn.Module]:
+        """Return the modules that offer values, by path."""
+        return module_paths(self._module)
+
+    def _install(self) -> None:
+        """Put serve points on what the tree mirrors now."""
+        self._gate = Gate()
+        install_serve_points(self._served_modules(), self._gate)
 
     def trace(
         self, *inputs: Any, fn: Callable[..., Any] | str | None = None, **kwargs: Any
@@ -75,10 +85,13 @@ class NNsight(Envoy):
 
     def _has_new(self, node: Envoy) -> None:
         # Anew for the whole tree: the new module may be one that the tree already holds.
-        self._gate = Gate()
-        install_serve_points(module_paths(self._module), self._gate)
+        self._install()
+
+    def _gate_of_sources(self) -> Gate:
+        return self._gate
 
     def _check_worker(self, worker: Worker, location: Location) -> None:
+        refuse_in_backward(worker, location)
         if self._turns is None or worker.turns is not self._turns.asks:
             raise UnknownLocationError(
                 explain(
@@ -95,6 +108,26 @@ class NNsight(Envoy):
     def _run(
         self, call: Callable[..., Any], module: torch.nn.Module, invocations: list[Invocation]
     ) -> None:
+        args, kwargs, cuts = batch(invocations)
+        self._run_call(call, module, (args, kwargs), cuts, invocations)
+
+    def _run_call(
+        self,
+        call: Callable[..., Any],
+        module: torch.nn.Module,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        cuts: Sequence[Cut],
+        invocations: Sequence[Invocation],
+    ) -> Any:
+        """Make one call with blocks beside it, and return what it returned.
+
+        Args:
+            call: What is called.
+            module: Where the arguments are moved to.
+            arguments: The positional and the named ones.
+            cuts: How each block sees the call's values.
+            invocations: The blocks.
+        """
         if self._turns is not None:
             raise ConfigurationError(
                 explain(
@@ -104,11 +137,11 @@ class NNsight(Envoy):
                     todo="Put both into one trace, or wrap the module a second time.",
                 )
             )
-        args, kwargs, cuts = batch(invocations)
-        args, kwargs = _on_device_of(module, (args, kwargs))
+        args, kwargs = _on_device_of(module, arguments)
         switch: Any = thread_state.load()
         turns = self._turns = Interleaver(VisitClock(), switch)
         workers: list[Worker] = []
+        result = None
         try:
             for number, (invocation, cut) in enumerate(zip(invocations, cuts, strict=True)):
                 worker = _worker(f"invoke {number}", invocation)
@@ -126,12 +159,14 @@ class NNsight(Envoy):
         finally:
             self._gate.serve = None
             self._gate.running.clear()
+            self._gate.open.clear()
             failed, turns.failed = turns.failed, None
             for worker in workers:
                 turns.drop(worker.request)
                 worker.memo = None  # a worker and its greenlet hold each other
             self._turns = None
         _settle(failed, workers, invocations)
+        return result
 
 
 def _serving(turns: Interleaver) -> Callable[[Location, Any], Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nnsight_pp.core.location import ROOT, Location
+from nnsight_pp.envoys.operations import source_of
 from nnsight_pp.envoys.outline import outline
 from nnsight_pp.errors import NotSupportedError, UnknownLocationError, Where, explain
 from nnsight_pp.interleave.worker import current_worker, running_worker
@@ -23,10 +24,12 @@ from nnsight_pp.trace.mount import savable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from nnsight_pp.envoys.gate import Gate
+    from nnsight_pp.envoys.operations import Source
     from nnsight_pp.interleave.worker import Worker
 
 # Names that a node serves or knows itself; a child of such a name is reached as `E_<name>`.
-_OWN = ("output", "input", "inputs", "parent", "path", "root")
+_OWN = ("output", "input", "inputs", "parent", "path", "root", "source")
 
 
 class Envoy:
@@ -249,6 +252,20 @@ class Envoy:
     @input.setter
     def input(self, value: Any) -> None:
         self._write(self._input, with_first_input(self._value(self._input), value))
+
+    @property
+    def source(self) -> Source:
+        """The calls and assignments inside the module's forward. Touch it before the trace."""
+        return source_of(self)
+
+    def _gate_of_sources(self) -> Gate:
+        """Return what the operations of this tree are offered to; asked of the root."""
+        raise _unsupported(
+            f"{self.path}.source was asked for.",
+            None,
+            "runs no rewritten forwards",
+            "Read the module's `.input` and `.output`",
+        )
 
     def trace(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run this module alone on ``inputs``, with the block of the `with` beside it."""

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nnsight_pp.core.location import Location
+    from nnsight_pp.envoys.source_calls import Calls
 
 
 @final
@@ -21,10 +22,12 @@ class Gate:
         serve: Takes a location and its value, returns the value that the model goes on with.
             None while no run is on.
         running: Paths of the modules that run now, for those that hold a shared module.
+        open: The calls of rewritten functions that run now, by the path of the function.
     """
 
-    __slots__ = ("__weakref__", "running", "serve")
+    __slots__ = ("__weakref__", "open", "running", "serve")
 
     def __init__(self) -> None:
         self.serve: Callable[[Location, Any], Any] | None = None
         self.running: list[str] = []
+        self.open: dict[str, Calls] = {}

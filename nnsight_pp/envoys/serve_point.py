@@ -15,13 +15,15 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, final
 
 from nnsight_pp.core.location import ROOT, Location
+from nnsight_pp.envoys.source_calls import Offer, run_offered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     import torch
 
     from nnsight_pp.envoys.gate import Gate
+    from nnsight_pp.envoys.source_peel import Body
 
 
 def module_paths(root: torch.nn.Module, prefix: str = ROOT) -> dict[str, torch.nn.Module]:
@@ -96,15 +98,19 @@ class ServePoint:
     """Stands as `forward` on one module and offers its inputs and output.
 
     A copy of the module, made by `copy.deepcopy` or `pickle`, has its own `forward` again.
+
+    Attributes:
+        body: What runs while a gate looks on, once the module's `.source` was touched.
     """
 
-    __slots__ = ("__name__", "__wrapped__", "_module", "_views")
+    __slots__ = ("__name__", "__wrapped__", "_module", "_views", "body")
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         # Also lets `inspect.signature` see the module's own signature (transformers looks at it).
         self.__wrapped__: Callable[..., Any] = module.forward
         self.__name__ = getattr(module.forward, "__name__", "forward")
+        self.body: Body | None = None
         # Replaced, never changed: a tree may be collected while the module looks through it.
         self._views: tuple[_View, ...] = ()
 
@@ -135,7 +141,11 @@ class ServePoint:
                 into, out = view.enter(gate)
                 entered.append((view, gate, serve, out))
                 args, kwargs = serve(into, (args, kwargs))
-            value = self.__wrapped__(*args, **kwargs)
+            if self.body is None:
+                value = self.__wrapped__(*args, **kwargs)
+            else:
+                offers = [Offer(gate, serve, out.path) for _, gate, serve, out in entered]
+                value = run_offered(self.body, offers, args, kwargs)
         finally:
             for view, gate, _, _ in entered:
                 view.leave(gate)
@@ -174,43 +184,3 @@ def _named_like(wrapper: Callable[..., Any], forward: Callable[..., Any]) -> Cal
     wrapper.__name__ = getattr(forward, "__name__", "forward")
     wrapper.__doc__ = forward.__doc__
     return wrapper
-
-
-def fired_paths(modules: dict[str, torch.nn.Module], run: Iterable[None]) -> set[str]:
-    """Return the paths of the modules that ``run`` calls. Not for modules with serve points."""
-    fired: set[str] = set()
-    replaced = []
-    seen: set[int] = set()
-    for path, module in modules.items():
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        own = module.__dict__.get("forward")
-        replaced.append((module, own))
-        module.forward = _noting(module.forward, module, fired, modules, path)
-    try:
-        for _ in run:
-            pass
-    finally:
-        for module, own in replaced:
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
-    return fired
-
-
-def _noting(
-    forward: Callable[..., Any],
-    module: torch.nn.Module,
-    fired: set[str],
-    modules: dict[str, torch.nn.Module],
-    path: str,
-) -> Callable[..., Any]:
-    same = [name for name, other in modules.items() if other is module] or [path]
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        fired.update(same)
-        return forward(*args, **kwargs)
-
-    return _named_like(noted, forward)

@@ -191,13 +191,10 @@ class _Rewriter(ast.NodeTransformer):
         self.generic_visit(node)
         if isinstance(node.func, ast.Name) and node.func.id in _FRAME_BOUND:
             return node
-        name = _dotted(self._unwrapped(node.func)) or "call"
+        name = _dotted(node.func) or "call"
         made = self._wrap(node, name, "call", [node.func, *node.args])
         made.keywords = node.keywords
         return made
-
-    def _unwrapped(self, node: ast.expr) -> ast.expr:
-        return node
 
     def visit_Assign(self, node: ast.Assign) -> ast.Assign:
         target = node.targets[0]
@@ -277,32 +274,36 @@ def _compiled(node: FunctionNode, like: CodeType) -> CodeType:
     """Compile ``node`` where it finds the free variables of ``like``, and `OPS`.
 
     A method is compiled in a class of the same name, which gives it `__class__` and the private
-    names of that class.
+    names of that class; around it, the name of the class means what it meant.
     """
-    holder = like.co_qualname.rpartition(".")[0].rpartition(".")[2]
+    holder = _holder(like.co_qualname)
+    free = [OPS, *like.co_freevars]
     inside: ast.stmt = ast.Expr(node) if isinstance(node, ast.Lambda) else node
-    if holder and holder != "<locals>":
-        inside = ast.ClassDef(name=holder, bases=[], keywords=[], body=[inside], decorator_list=[])
-        if hasattr(node, "type_params"):
-            inside.type_params = []  # type: ignore[attr-defined]
-    free = [OPS, *[name for name in like.co_freevars if name != holder]]
-    # A method that uses `super()` takes `__class__` from its own class.
-    if isinstance(inside, ast.ClassDef):
+    within = [inside]
+    if holder:
         free = [name for name in free if name != "__class__"]
-    maker = ast.parse(f"def maker({', '.join(free)}): pass").body[0]
-    assert isinstance(maker, ast.FunctionDef)
-    maker.body = [inside]
-    module = ast.Module(body=[maker], type_ignores=[])
-    for one in (maker, inside):
+        kind = ast.parse(f"class {holder}: pass").body[0]
+        assert isinstance(kind, ast.ClassDef)
+        kind.body = [inside]
+        within = [(ast.Nonlocal if holder in free else ast.Global)([holder]), kind]
+    module = ast.parse(f"def outer({', '.join(free)}):\n def maker(): pass")
+    maker = module.body[0].body[0]  # type: ignore[attr-defined]
+    maker.body = within
+    for one in within:
         ast.copy_location(one, node)
     ast.fix_missing_locations(module)
     flags = like.co_flags & future.annotations.compiler_flag
-    whole = compile(module, like.co_filename, "exec", flags=flags, dont_inherit=True)
-    code = whole
-    depth = 3 if isinstance(inside, ast.ClassDef) else 2
-    for level in range(depth):
-        name = ("maker", holder if depth == 3 else like.co_name, like.co_name)[level]
+    code = compile(module, like.co_filename, "exec", flags=flags, dont_inherit=True)
+    for name in ("outer", "maker", *([holder] if holder else []), like.co_name):
         code = next(
             one for one in code.co_consts if isinstance(one, CodeType) and one.co_name == name
         )
     return code.replace(co_qualname=like.co_qualname)
+
+
+def _holder(qualified_name: str) -> str:
+    """Return the name of the class in whose body a function stands, at any depth; else nothing."""
+    names = qualified_name.split(".")[:-1]
+    while names and names[-1] == "<locals>":
+        names = names[:-2]
+    return names[-1] if names else ""

@@ -63,7 +63,7 @@ class Asks:
         self._switch = switch
         self._owners = owners
         self._make_lazy = make_lazy
-        self._position_of = getattr(owners, "position_of", None)
+        self._position_of = None if owners is None else owners.position_of
 
     def read(self, worker: Worker, location: Location) -> Any:
         """Return the value of ``location`` at the worker's step, parking until it is there."""

@@ -97,7 +97,9 @@ class GradientCut:
         if self._rows is None:
             return new.clone()
         start, count, total = self._rows
-        return torch.cat([value[:start], new, value.narrow(0, start + count, total - start - count)])
+        return torch.cat(
+            [value[:start], new, value.narrow(0, start + count, total - start - count)]
+        )
 
 
 @final

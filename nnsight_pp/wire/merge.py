@@ -28,6 +28,14 @@ def merge_reports(reports: Sequence[Report]) -> Report:
     ordered = sorted(reports, key=lambda report: report.stage)
     failure = first_failure([report.failure for report in ordered if report.failure is not None])
     is_partial = failure is not None
+    trails = {report.trail for report in ordered}
+    if failure is None and len(trails) > 1:
+        asks = ", ".join(f"stage {r.stage}: {r.trail[0] if r.trail else 0}" for r in ordered)
+        raise RankDivergenceError(
+            f"The stages asked for different values ({asks} asks). Every rank runs the same block "
+            "and must take the same branches: make the block independent of time, process ids, "
+            "and set order."
+        )
     warnings = tuple(dict.fromkeys(text for report in ordered for text in report.warnings))
     return Report(
         request=ordered[0].request,
@@ -45,7 +53,7 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     """Return the failure that came first in the block; one that repeats another comes last."""
     if not failures:
         return None
-    return min(failures, key=lambda failure: (failure.is_echo, failure.asked, failure.stage))
+    return min(failures, key=lambda failure: (failure.is_echo, failure.failed_at, failure.stage))
 
 
 def _merge_names(parts: list[dict[str, Any]], *, is_partial: bool) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import cloudpickle
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.report import Elsewhere, Failure, Report
 from nnsight_pp.core.tree import map_leaves
-from nnsight_pp.errors import RankDivergenceError, ValueUnavailableError
+from nnsight_pp.errors import ValueUnavailableError
 from nnsight_pp.wire.value_codec import from_bytes, to_bytes
 
 
@@ -61,14 +61,17 @@ def without_remote(value: Any) -> Any:
     )
 
 
-def failure_of(error: BaseException, filename: str, stage: int, asked: int) -> Failure:
+def failure_of(
+    error: BaseException, filename: str, stage: int, failed_at: int, *, is_echo: bool = False
+) -> Failure:
     """Return ``error`` in a form that crosses processes.
 
     Args:
         error: What ended the block.
         filename: The block's file; frames before its first one are ours, not the user's.
         stage: Where it was raised.
-        asked: How many asks the worker had made.
+        failed_at: Where in the block's asks; the smallest of several is the first.
+        is_echo: Whether it only repeats that another stage failed.
     """
     try:
         pickled: bytes | None = cloudpickle.dumps(error)
@@ -80,8 +83,8 @@ def failure_of(error: BaseException, filename: str, stage: int, asked: int) -> F
         pickled=pickled,
         frames=user_frames(error, filename),
         stage=stage,
-        asked=asked,
-        is_echo=isinstance(error, (ValueUnavailableError, RankDivergenceError)),
+        failed_at=failed_at,
+        is_echo=is_echo,
     )
 
 

@@ -11,6 +11,7 @@ import contextlib
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from nnsight_pp import VLLM, NNsight
@@ -135,7 +136,8 @@ class Engine:
 
     ops = VLLM_OPS
 
-    def __init__(self, path: str, stages: int) -> None:
+    def __init__(self, path: str, stages: int, *, in_process: bool = False) -> None:
+        """Start an engine; ``in_process`` schedules here, so that batches are alike each time."""
         self.name = f"vllm-{stages}"
         self.model = VLLM(
             path,
@@ -145,7 +147,10 @@ class Engine:
             max_num_batched_tokens=512,
             kv_cache_memory_bytes=256 << 20,
         )
-        self.model.dispatch()
+        with pytest.MonkeyPatch.context() as patch:
+            if in_process:
+                patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            self.model.dispatch()
         self.tokenizer = self.model.tokenizer
         self.layers = list(self.model.model.layers)
 

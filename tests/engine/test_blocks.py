@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from engine.backends import Engine
 from engine.blocks import BLOCKS
 from engine.compare import assert_same
+
+if TYPE_CHECKING:
+    from engine.backends import Engine
 
 STAGES = (1, 2)
 

@@ -125,33 +125,9 @@ def test_a_block_that_raises_on_the_last_stage_leaves_three_others_alone(engine:
     here = run.__code__.co_firstlineno
     assert here + 10 in lines, "the traceback shows the user's line"
     again = run(fails=False)
-    for one, other in zip(calm[0], again[0], strict=True):
-        assert torch.equal(one, other)
-    assert torch.equal(calm[1], again[1])
+    assert_same(again[0], calm[0], "logits")
+    assert_same(again[1], calm[1], "stream")
     assert calm[2] == again[2]
-
-
-def test_neighbours_of_a_raising_block_are_bit_identical(engine: Engine) -> None:
-    model, layers = engine.model, engine.layers
-    kept = []
-    for fails in (False, True):
-        saved: list[Any] = []
-        try:
-            with model.trace(temperature=0.0, max_tokens=2) as tracer:
-                with tracer.invoke(PROMPT):
-                    for _ in tracer.iter[:2]:
-                        saved.append(model.logits)
-                with tracer.invoke(SHORT):
-                    value = layers[24].mlp.output
-                    if fails:
-                        raise UsersOwnError("on purpose")
-        except UsersOwnError as error:
-            assert fails
-            assert "on purpose" in str(error)
-        kept.append(saved)
-    assert len(kept[0]) == len(kept[1]) == 2
-    for calm, beside_error in zip(*kept, strict=True):
-        assert torch.equal(calm, beside_error)
 
 
 @pytest.mark.parametrize("layer", [2, 25])
@@ -318,7 +294,7 @@ def test_options_and_prompts_are_checked_before_anything_runs(engine: Engine) ->
     with pytest.raises(NotSupportedError, match="n=2"):
         with model.trace(PROMPT, n=2, max_tokens=1):
             layers[3].output.save()
-    with pytest.raises(ValueError, match="longer|maximum|exceed"):
+    with pytest.raises(ValueError, match="maximum context length"):
         with model.trace("word " * 2000, max_tokens=1):
             layers[3].output.save()
 

@@ -46,17 +46,20 @@ class Checkpoint:
             if name in options
         }
         self._trusted = trusted
+        read: Any = transformers.AutoConfig.from_pretrained
         if config is None:
-            config, options = transformers.AutoConfig.from_pretrained(
-                repo, return_unused_kwargs=True, **{**options, **trusted}
-            )
+            config, options = read(repo, return_unused_kwargs=True, **{**options, **trusted})
             if config.dtype == _AUTO:
                 config.dtype = None
         else:
             config = copy.deepcopy(config)
         self._config = config
         self._options = {**options, **trusted}
-        self.task = tasks.task_of_config(config, repo) if task is None else task
+        if task is None:
+            # A configuration made by hand may name no class; the checkpoint's own does.
+            named = config if config.architectures else read(repo, **trusted)
+            task = tasks.task_of_config(named, repo)
+        self.task = task
         self._class = tasks.class_for(self.task, config)
 
     def architecture(self) -> torch.nn.Module:

@@ -13,7 +13,7 @@ import torch
 from tqdm.auto import tqdm
 
 from nnsight_pp.envoys.envoy import Envoy
-from nnsight_pp.errors import NNsightDeprecationWarning
+from nnsight_pp.errors import NNsightDeprecationWarning, NotSupportedError, explain
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -100,3 +100,42 @@ def _warn() -> None:
         NNsightDeprecationWarning,
         stacklevel=3,
     )
+
+
+def generating(module: Any, finished: Generator, pad_token: int | None) -> Callable[..., Any]:
+    """Return the `generate` of ``module``, which hands its tokens to ``finished`` on the way.
+
+    Args:
+        module: The model.
+        finished: Takes each step's tokens, then the ids.
+        pad_token: Fills rows that end early, where the model names no token for that.
+
+    Raises:
+        NotSupportedError: The model does not generate.
+    """
+    if not hasattr(module, "generate"):
+        raise NotSupportedError(
+            explain(
+                f"{type(module).__name__} does not generate.",
+                why="It has no `generate`: it is not a model that continues text.",
+                todo="Use `trace`.",
+            )
+        )
+
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        given = kwargs.get("generation_config")
+        config = module.generation_config if given is None else given
+        if given is None and config.pad_token_id is None:
+            kwargs.setdefault("pad_token_id", pad_token)
+        streamer = finished.streamer
+        # transformers refuses a streamer beside a beam search.
+        if (kwargs.get("num_beams", config.num_beams) or 1) == 1:
+            num_steps = kwargs.get("max_new_tokens", config.max_new_tokens)
+            streamer.start(num_steps, kwargs.pop("streamer", None))
+            kwargs["streamer"] = streamer
+        try:
+            return finished(module.generate(*args, **kwargs))
+        finally:
+            streamer.stop()
+
+    return generate

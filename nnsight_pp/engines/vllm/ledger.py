@@ -150,10 +150,11 @@ class Ledger:
         error = traced.error
         if error is None and worker is not None:
             error = worker.error
-        asked = worker.asked if worker is not None else 0
         failure = None
         if error is not None:
-            failure = failure_of(error, traced.filename, self._stage, asked)
+            failed_at = worker.failed_at if worker is not None else 0
+            is_echo = worker.is_echo if worker is not None else False
+            failure = failure_of(error, traced.filename, self._stage, failed_at, is_echo=is_echo)
         if worker is None or message is None or scope is None:
             return Report(traced.request, self._stage, traced.trace, failure=failure)
         shipped = {id(value) for value in message.names.values() if _is_outer(value)}
@@ -176,6 +177,7 @@ class Ledger:
             grown,
             failure,
             tuple(worker.warnings),
+            (worker.asked, worker.trail),
         )
 
 

@@ -14,7 +14,8 @@ import logging
 import os
 import pickle
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from vllm.tokenizers import get_tokenizer
@@ -26,7 +27,7 @@ from nnsight_pp.engines.vllm.ledger import Ledger
 from nnsight_pp.engines.vllm.root import VLLMTree, object_of
 from nnsight_pp.engines.vllm.side import RankSide
 from nnsight_pp.envoys.gate import Gate
-from nnsight_pp.envoys.serve_point import fired_paths, install_serve_points
+from nnsight_pp.envoys.serve_point import install_serve_points
 from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.clock import StepClock
 from nnsight_pp.interleave.interleaver import Interleaver
@@ -38,8 +39,9 @@ from nnsight_pp.trace.mount import mount_save
 from nnsight_pp.wire.value_codec import decode, encode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
+    from nnsight_pp.core.location import Location
     from nnsight_pp.envoys.envoy import Envoy
     from nnsight_pp.parallel.place import Place
 
@@ -65,6 +67,15 @@ def _answers(call: Callable[..., Any]) -> Callable[..., Any]:
     return answering
 
 
+class _Facts(NamedTuple):
+    """What one rank tells the others at load."""
+
+    stage: int
+    tp_rank: int
+    real: list[str]
+    served: list[Location]
+
+
 class _Rank(compat.worker_base()):  # type: ignore[misc]
     """One rank of an engine that traces."""
 
@@ -84,13 +95,13 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         runner = self.model_runner
         model = runner.get_model()
         real = compat.real_modules(model)
-        ran = fired_paths(real, self._trial_forward(runner, place))
-        meta = compat.meta_model(self.vllm_config)
-        self._stages = _stage_map(place, real, ran, meta)
-        root = VLLMTree(meta, self._load_tokenizer)
-        _hold_real(root, real)
         gate = Gate()
         install_serve_points(real, gate)
+        served = self._trial_forward(runner, place, gate)
+        meta = compat.meta_model(self.vllm_config)
+        self._stages = _stage_map(place, real, served, meta)
+        root = VLLMTree(meta, self._load_tokenizer)
+        _hold_real(root, real)
         link = self._link(place)
         clock = StepClock()
         turns = Interleaver(
@@ -107,17 +118,27 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         self.nnsight_side = RankSide(place, clock, turns, ledger, gate, link)
         add_tracing(runner, self.nnsight_side)
 
-    def _trial_forward(self, runner: Any, place: Place) -> Iterator[None]:
-        """Run the model once on a dummy token, to see which modules run here.
+    def _trial_forward(self, runner: Any, place: Place, gate: Gate) -> list[Location]:
+        """Run the model once on a dummy token; return what is served here, in order.
 
         It also makes the buffers that a later stage receives activations in, which vLLM leaves out
         in eager mode (vllm 0.32.0 gpu_model_runner.py:_dummy_run allocates them).
         """
-        with torch.inference_mode():
-            hidden, _ = runner._dummy_run(1, is_profile=True)
-            if place.stage == place.num_stages - 1:
-                runner.get_model().compute_logits(hidden[:1])
-        yield
+        served: list[Location] = []
+
+        def note(location: Location, value: Any) -> Any:
+            served.append(location)
+            return value
+
+        gate.serve = note
+        try:
+            with torch.inference_mode():
+                hidden, _ = runner._dummy_run(1, is_profile=True)
+                if place.stage == place.num_stages - 1:
+                    runner.get_model().compute_logits(hidden[:1])
+        finally:
+            gate.serve = None
+        return served
 
     def _link(self, place: Place) -> GlooLink | None:
         if place.num_stages == 1:
@@ -173,16 +194,25 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
 
 
 def _stage_map(
-    place: Place, real: dict[str, torch.nn.Module], ran: set[str], meta: torch.nn.Module
+    place: Place,
+    real: dict[str, torch.nn.Module],
+    served: list[Location],
+    meta: torch.nn.Module,
 ) -> StageMap:
     """Exchange what is real and what ran on each rank; derive the owner of each path."""
-    facts = compat.exchange((place.stage, place.tp_rank, sorted(real), sorted(ran)))
-    by_stage = sorted(fact for fact in facts if fact[1] == 0)
-    known = sorted({*compat.module_paths(meta), *(path for fact in facts for path in fact[2])})
-    all_real = {path for fact in facts for path in fact[2]}
-    all_ran = {path for fact in facts for path in fact[3]}
-    silent = dict.fromkeys(all_real - all_ran, _NEVER_CALLED)
-    return StageMap([fact[2] for fact in by_stage], [fact[3] for fact in by_stage], known, silent)
+    facts = compat.exchange(_Facts(place.stage, place.tp_rank, sorted(real), served))
+    leads = sorted((fact for fact in facts if fact.tp_rank == 0), key=lambda fact: fact.stage)
+    known = {*compat.module_paths(meta), *(path for fact in facts for path in fact.real)}
+    ran = [{location.path for location in fact.served} for fact in leads]
+    silent = {path for fact in leads for path in fact.real}.difference(*ran)
+    return StageMap(
+        [fact.real for fact in leads],
+        ran,
+        sorted(known),
+        dict.fromkeys(silent, _NEVER_CALLED),
+        # What a forward meets twice has no one place in its order.
+        [[item for item, times in Counter(fact.served).items() if times == 1] for fact in leads],
+    )
 
 
 def _hold_real(root: Envoy, real: dict[str, torch.nn.Module]) -> None:

@@ -224,3 +224,4 @@ class RankSide:
         """Leave the link."""
         if self._link is not None:
             self._link.stop()
+            self._link.join(2.0)

@@ -21,8 +21,8 @@ def merged(*saved, **options):
     return merge_reports([Report("r", stage, saved=one) for stage, one in enumerate(saved)]).saved
 
 
-def failure(stage=0, asked=0, *, is_echo=False):
-    return Failure("ValueError", "text", None, (), stage, asked, is_echo)
+def failure(stage=0, failed_at=0, *, is_echo=False):
+    return Failure("ValueError", "text", None, (), stage, failed_at, is_echo)
 
 
 def test_each_leaf_is_taken_from_the_stage_that_has_it():
@@ -84,8 +84,17 @@ def test_after_a_failure_what_does_not_fit_is_left_out():
 
 
 def test_first_failure_of_the_block_wins_and_an_echo_comes_last():
-    early, late = failure(stage=1, asked=2), failure(stage=0, asked=5)
-    echo = failure(stage=0, asked=0, is_echo=True)
+    early, late = failure(stage=1, failed_at=2), failure(stage=0, failed_at=5)
+    echo = failure(stage=0, failed_at=0, is_echo=True)
     assert first_failure([late, echo, early]) is early
     assert first_failure([echo]) is echo
     assert first_failure([]) is None
+
+
+def test_stages_that_asked_for_different_values_have_diverged():
+    one = Report("r", 0, trail=(3, 5))
+    other = Report("r", 1, trail=(4, 6))
+    with pytest.raises(RankDivergenceError, match="stage 0: 3"):
+        merge_reports([one, other])
+    failed = Report("r", 1, failure=failure(stage=1), trail=(4, 6))
+    assert merge_reports([one, failed]).failure is not None

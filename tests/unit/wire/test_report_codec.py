@@ -31,16 +31,21 @@ def block_that_raises(error):
 
 def test_report_comes_back():
     report = Report(
-        "r", 1, "t", {"x": torch.ones(2)}, {"y": [Elsewhere()]}, None, ("careful",), {"0": 3}
+        "r",
+        1,
+        "t",
+        {"x": torch.ones(2)},
+        {"y": [Elsewhere()]},
+        None,
+        ("careful",),
+        (4, 77),
+        {"0": 3},
     )
     (back,) = decode_reports(encode_reports([report]))
     assert torch.equal(back.saved["x"], torch.ones(2))
     assert (back.request, back.stage, back.trace) == ("r", 1, "t")
-    assert (back.grown, back.warnings, back.statistics) == (
-        {"y": [Elsewhere()]},
-        ("careful",),
-        {"0": 3},
-    )
+    assert (back.grown, back.warnings) == ({"y": [Elsewhere()]}, ("careful",))
+    assert (back.trail, back.statistics) == ((4, 77), {"0": 3})
 
 
 @pytest.mark.parametrize("where", ["saved", "grown"])
@@ -70,7 +75,7 @@ def test_exception_keeps_class_message_and_the_users_lines():
     error = block_that_raises(KeyError("name"))
     failure = failure_of(error, "user.py", 1, 4)
     assert failure.frames == (("user.py", 6, "run"), ("user.py", 5, "inner"))
-    assert (failure.name, failure.stage, failure.asked, failure.is_echo) == (
+    assert (failure.name, failure.stage, failure.failed_at, failure.is_echo) == (
         "KeyError",
         1,
         4,
@@ -82,7 +87,7 @@ def test_exception_keeps_class_message_and_the_users_lines():
 
 
 def test_echo_of_another_stage_is_marked():
-    assert failure_of(ValueUnavailableError("x"), "", 0, 0).is_echo
+    assert failure_of(ValueUnavailableError("x"), "", 0, 0, is_echo=True).is_echo
     assert not failure_of(OutOfOrderError("x"), "", 0, 0).is_echo
 
 
