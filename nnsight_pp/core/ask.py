@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nnsight_pp.core.location import Location
     from nnsight_pp.core.protocols import Pending
 
@@ -63,7 +65,9 @@ class Pull:
 
     location: Location
     step: int
-    pending: Pending
+    # None when the owner could not run a call yet: it is asked again at the next safe point.
+    pending: Pending | None
+    again: Callable[[bool], Pending]
 
     def __str__(self) -> str:
         return f"Pull {self.location}#{self.step}"

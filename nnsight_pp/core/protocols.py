@@ -28,6 +28,14 @@ class RemoteValue:
         """Return the value itself, pulling it when it is not here yet."""
         raise NotImplementedError
 
+    def _is_of_this_rank(self) -> bool:
+        """Whether this rank is the one that has the value, and ships it."""
+        return False
+
+
+class DeferredError(Exception):
+    """The owner cannot run a call yet: its worker is parked on another stage's value."""
+
 
 class Pending(Protocol):
     """An answer that is on its way."""
@@ -42,6 +50,7 @@ class Pending(Protocol):
             ValueUnavailableError: The owner cannot send it, or its worker raised.
             RankDivergenceError: The owner's worker asked for something else under this number.
             PullTimeoutError: The bound ran out.
+            DeferredError: A call that the owner could not run yet.
         """
         ...
 
@@ -62,9 +71,20 @@ class Link(Protocol):
         ...
 
     def pull(
-        self, key: AskKey, owner: int, location: Location, step: int, picks: Sequence[Any]
+        self,
+        key: AskKey,
+        owner: int,
+        location: Location,
+        step: int,
+        picks: Sequence[Any],
+        kind: str = "value",
     ) -> Pending:
-        """Ask stage ``owner`` for its answer to ``key``; return at once."""
+        """Ask stage ``owner`` for its answer to ``key``; return at once.
+
+        ``kind`` says what is asked for: "value", a value of the model; "call", the result of a
+        call, which may be deferred; "last call", the same when the request is over, which waits;
+        "constant", which needs no answer of a worker.
+        """
         ...
 
     def release(self, request: str) -> None:
@@ -81,6 +101,14 @@ class Owners(Protocol):
         Raises:
             UnknownLocationError: No module of the model has this path.
             NotServedError: The engine never computes this location.
+        """
+        ...
+
+    def holder_of(self, path: str) -> int:
+        """Return the stage that holds the module at ``path`` and can call it.
+
+        Raises:
+            UnknownLocationError: No module of the model has this path.
         """
         ...
 

@@ -92,6 +92,8 @@ class BatchCut:
 
     def check(self, value: Any, assigned: Any) -> None:
         """Raise `RowsError` where an assigned tensor has another number of rows."""
+        if isinstance(value, Replacement):
+            return
         live, new = list(leaves(value)), list(leaves(assigned))
         if len(live) != len(new):
             _refuse(f"{len(new)} values were assigned where the model has {len(live)}")
@@ -104,6 +106,9 @@ class BatchCut:
 
     def put(self, value: Any, served: Any, marks: list[Any], *, assigned: bool) -> Any:
         """Splice what was replaced into the batch; edits in place landed through the views."""
+        if isinstance(value, Replacement):
+            value.parts.append((self.rows, served))
+            return value
         new = list(leaves(served))
         if not assigned:
             if len(new) == len(marks) and all(a is b for a, b in zip(new, marks, strict=True)):
@@ -118,6 +123,47 @@ class BatchCut:
         start, count, total = self.rows
         after = live.narrow(0, start + count, total - start - count)
         return torch.cat([live.narrow(0, 0, start), new, after])
+
+
+class Replacement:
+    """The output of a call that is not made, as the requests of a batch give it.
+
+    Attributes:
+        parts: Each request's rows, and what it gives for them.
+    """
+
+    __slots__ = ("parts",)
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[Rows, Any]] = []
+
+    def whole(self, path: str) -> Any:
+        """Return the parts, joined.
+
+        Raises:
+            RowsError: They do not cover the batch.
+        """
+        parts = sorted(self.parts, key=lambda part: part[0].start)
+        covered = 0
+        for rows, _ in parts:
+            covered = covered + rows.count if rows.start == covered else -1
+        if covered != parts[0][0].total:
+            _refuse(
+                f"{path} was skipped by some of the invokes, which do not cover every row",
+                "A call is made for the whole batch or not at all.",
+                "Skip it in every invoke, or in one without an input.",
+            )
+        columns = zip(*(leaves(value) for _, value in parts), strict=True)
+        joined = iter([self._joined(list(column)) for column in columns])
+        return map_leaves(parts[0][1], lambda _: next(joined))
+
+    def _joined(self, column: list[Any]) -> Any:
+        counts = [rows.count for rows, _ in sorted(self.parts, key=lambda part: part[0].start)]
+        is_rows = all(
+            isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == count
+            for leaf, count in zip(column, counts, strict=True)
+        )
+        return torch.cat(column) if is_rows else column[0]
 
 
 class TokenCut:
@@ -214,11 +260,9 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     )
 
 
-def _refuse(what: str) -> None:
-    raise RowsError(
-        explain(
-            what.capitalize() + ".",
-            why="A block may write only the rows of its own request, in the shape it reads them.",
-            todo="Assign a value of the shape that a read of the same location gives.",
-        )
-    )
+def _refuse(
+    what: str,
+    why: str = "A block may write only the rows of its own request, in the shape it reads them.",
+    todo: str = "Assign a value of the shape that a read of the same location gives.",
+) -> None:
+    raise RowsError(explain(what[:1].upper() + what[1:] + ".", why=why, todo=todo))

@@ -39,14 +39,18 @@ from nnsight_pp.engines.hf.prompt_batch import (
     for_one_forward,
     pipeline_call_of,
 )
+from nnsight_pp.engines.hf.shipping import check_remote, check_ships
 from nnsight_pp.engines.local import NNsight
-from nnsight_pp.envoys.serve_point import module_paths
+from nnsight_pp.envoys.operations import source_of
+from nnsight_pp.envoys.serve_point import ServePoint, module_paths
 from nnsight_pp.errors import ConfigurationError, explain
 from nnsight_pp.interleave.worker import running_worker
 from nnsight_pp.trace.tracer import Invocation, Tracer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from nnsight_pp.envoys.envoy import Envoy
 
 Mode = Literal["trace", "generate", "pipe", "scan"]
 _GENERATOR = "generator"
@@ -102,17 +106,17 @@ class LanguageModel(NNsight):
             task = self._checkpoint.task
             self._is_dispatched = dispatch
             module = self._checkpoint.load() if dispatch else self._checkpoint.architecture()
-        config = getattr(module, "config", None)
-        self.repo_id: str = getattr(config, "name_or_path", "") or ""
-        self.revision: str | None = options.get("revision")
-        self.task = task
+        repo = getattr(getattr(module, "config", None), "name_or_path", "") or ""
         if tokenizer is None:
             known = self._checkpoint
-            tokenizer = loading.tokenizer_of(self.repo_id) if known is None else known.tokenizer()
+            tokenizer = loading.tokenizer_of(repo) if known is None else known.tokenizer()
         loading.make_ready(tokenizer, module, tokenizer_kwargs)
-        self.tokenizer = tokenizer
         tree = {"rename": rename, "envoys": envoys}
         super().__init__(module, **{name: value for name, value in tree.items() if value})
+        self.repo_id: str = repo
+        self.revision: str | None = options.get("revision")
+        self.task = task
+        self.tokenizer = tokenizer
 
     # -- the model -----------------------------------------------------------------------------
 
@@ -132,11 +136,14 @@ class LanguageModel(NNsight):
 
     def _look_at_all(self, module: torch.nn.Module) -> None:
         """Mirror ``module``, which has the structure of the one before."""
+        rewritten = [node for node in self.nodes() if _has_source(node)]
         for node in self.nodes():
             if not node.path.startswith(f"{ROOT}.{_GENERATOR}"):
                 node.look_at(module.get_submodule(node.path[len(ROOT) + 1 :]))
         self._pipeline = None
         self._install()
+        for node in rewritten:
+            source_of(node)
 
     def _served_modules(self) -> dict[str, torch.nn.Module]:
         return {
@@ -235,10 +242,14 @@ class LanguageModel(NNsight):
         kwargs: dict[str, Any],
         fn: Callable[..., Any] | str | None = None,
     ) -> Tracer:
+        kwargs = dict(kwargs)
+        ships = check_remote(kwargs.pop("remote", None))
         has_input = has_prompt(inputs, kwargs)
         options = {} if has_input else kwargs
 
         def run(tracer: Tracer, invocations: list[Invocation]) -> BaseException | None:
+            if ships:
+                check_ships(self, [self.tokenizer], invocations)
             call = self._call_of(mode, invocations, options)
             self._run_call(
                 self._callee(mode, fn), self._module, (call.args, call.kwargs), call.cuts,
@@ -266,8 +277,9 @@ class LanguageModel(NNsight):
     ) -> Call:
         if mode != "scan":
             self.dispatch()
+        config = getattr(self._module, "generation_config", None)
         if mode == "pipe":
-            return pipeline_call_of(invocations, options)
+            return pipeline_call_of(invocations, options, config)
         takes = frozenset(inspect.signature(type(self._module).forward).parameters)
         is_generating = mode == "generate"
         has_decoder = loading.is_encoder_decoder(self._module)
@@ -281,9 +293,9 @@ class LanguageModel(NNsight):
             masks="attention_mask" in takes,
             has_decoder=has_decoder,
         )
-        call = call_of(invocations, options, encoder, padding)
         if is_generating:
-            return call
+            return call_of(invocations, options, encoder, padding, config)
+        call = call_of(invocations, options, encoder, padding)
         return Call(call.args, for_one_forward(call.kwargs, takes), call.cuts)
 
     def _padding_side(self) -> str:
@@ -303,6 +315,12 @@ class LanguageModel(NNsight):
             return self.pipeline
         call = getattr(self._module, fn) if isinstance(fn, str) else fn or self._module
         return faked(call) if mode == "scan" else call
+
+
+def _has_source(node: Envoy) -> bool:
+    """Tell whether the operations inside the module of ``node`` are places in the tree."""
+    point = vars(node._module).get("forward")
+    return isinstance(point, ServePoint) and point.body is not None
 
 
 TransformersModel = LanguageModel

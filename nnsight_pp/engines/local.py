@@ -87,6 +87,9 @@ class NNsight(Envoy):
         # Anew for the whole tree: the new module may be one that the tree already holds.
         self._install()
 
+    def _will_skip(self, location: Location) -> None:
+        self._gate.is_skipping = self._turns is not None
+
     def _gate_of_sources(self) -> Gate:
         return self._gate
 
@@ -160,6 +163,7 @@ class NNsight(Envoy):
             self._gate.serve = None
             self._gate.running.clear()
             self._gate.open.clear()
+            self._gate.is_skipping = False
             failed, turns.failed = turns.failed, None
             for worker in workers:
                 turns.drop(worker.request)

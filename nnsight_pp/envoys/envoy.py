@@ -111,11 +111,19 @@ class Envoy:
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set a module on the mirrored module too, and mirror it; else set on this node alone."""
-        if name.startswith("_") or not issubclass(type(value), torch.nn.Module):
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+            return
+        if not hasattr(getattr(type(self), name, None), "__set__"):
+            self.root._will_set(self, name)
+        if not issubclass(type(value), torch.nn.Module):
             object.__setattr__(self, name, value)
             return
         setattr(self._module, name, value)
         self.root._has_new(self._adopt(name, value))
+
+    def _will_set(self, node: Envoy, name: str) -> None:
+        """Take notice of an attribute that is set on ``node``; a root may refuse it."""
 
     def _has_new(self, node: Envoy) -> None:
         """Take notice of a node that was added to the tree; asked of the root."""
@@ -252,6 +260,25 @@ class Envoy:
     @input.setter
     def input(self, value: Any) -> None:
         self._write(self._input, with_first_input(self._value(self._input), value))
+
+    def skip(self, value: Any) -> None:
+        """Do not run the module's forward at this step: ``value`` is its output.
+
+        ``value`` may be computed from the module's own input. In a batch of several prompts every
+        block must skip it, each for its own rows.
+        """
+        location = Location(self.path, "skip")
+        self.root._will_skip(location)
+        self._write(location, value)
+
+    def _will_skip(self, location: Location) -> None:
+        """Take notice that a call is to be skipped; asked of the root, which may refuse it."""
+        raise _unsupported(
+            f"{location} was called.",
+            None,
+            "runs every module for all requests of a step at once",
+            "Assign to the module's `.output`",
+        )
 
     @property
     def source(self) -> Source:

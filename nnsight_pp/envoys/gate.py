@@ -22,12 +22,14 @@ class Gate:
         serve: Takes a location and its value, returns the value that the model goes on with.
             None while no run is on.
         running: Paths of the modules that run now, for those that hold a shared module.
+        is_skipping: Whether a block of this run has asked to skip anything.
         open: The calls of rewritten functions that run now, by the path of the function.
     """
 
-    __slots__ = ("__weakref__", "open", "running", "serve")
+    __slots__ = ("__weakref__", "is_skipping", "open", "running", "serve")
 
     def __init__(self) -> None:
         self.serve: Callable[[Location, Any], Any] | None = None
         self.running: list[str] = []
+        self.is_skipping = False
         self.open: dict[str, Calls] = {}

@@ -190,6 +190,15 @@ class SourceEnvoy:
     def input(self, value: Any) -> None:
         self.inputs = with_first_input(self.inputs, value) if self._is_call else ((value,), {})
 
+    def skip(self, value: Any) -> None:
+        """Do not make the call: ``value`` is its output. An assignment stores ``value``."""
+        if not self._is_call:
+            self.output = value
+            return
+        location = self._at("skip")
+        self._source._node.root._will_skip(location)
+        self._source._node._write(location, value)
+
     @property
     def source(self) -> Source:
         """The operations of the Python function that this call runs. Waits for the call.

@@ -15,6 +15,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, final
 
 from nnsight_pp.core.location import ROOT, Location
+from nnsight_pp.envoys.skip_point import NOT_SKIPPED, replacement
 from nnsight_pp.envoys.source_calls import Offer, run_offered
 
 if TYPE_CHECKING:
@@ -141,17 +142,27 @@ class ServePoint:
                 into, out = view.enter(gate)
                 entered.append((view, gate, serve, out))
                 args, kwargs = serve(into, (args, kwargs))
-            if self.body is None:
+            if self.body is None and not any(gate.is_skipping for _, gate, _, _ in entered):
                 value = self.__wrapped__(*args, **kwargs)
             else:
                 offers = [Offer(gate, serve, out.path) for _, gate, serve, out in entered]
-                value = run_offered(self.body, offers, args, kwargs)
+                value = self._looked_into(offers, args, kwargs)
         finally:
             for view, gate, _, _ in entered:
                 view.leave(gate)
         for _, _, serve, out in entered:
             value = serve(out, value)
         return value
+
+    def _looked_into(
+        self, offers: list[Offer], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        value = replacement(offers)
+        if value is not NOT_SKIPPED:
+            return value
+        if self.body is None:
+            return self.__wrapped__(*args, **kwargs)
+        return run_offered(self.body, offers, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         module = copy.deepcopy(self._module, memo)

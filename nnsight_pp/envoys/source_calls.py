@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from nnsight_pp.core.location import Location
+from nnsight_pp.envoys.skip_point import NOT_SKIPPED, replacement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -65,15 +66,23 @@ class Calls:
         for serve, places in self._places:
             args, kwargs = serve(places[number][0], (args, kwargs))
         inside, self.inside, self.called = self.inside, None, None
-        if inside is None:
-            value = called(*args, **kwargs)
-        else:
-            name = self.body.rewritten.operations[number].name
-            offers = [one._replace(path=operation_path(one.path, name)) for one in self._offers]
-            value = run_offered(inside, offers, args, kwargs)
+        value = NOT_SKIPPED
+        for gate, _, _ in self._offers:
+            if gate.is_skipping:
+                value = replacement(self._offers_of(number))
+                break
+        if value is NOT_SKIPPED:
+            if inside is None:
+                value = called(*args, **kwargs)
+            else:
+                value = run_offered(inside, self._offers_of(number), args, kwargs)
         for serve, places in self._places:
             value = serve(places[number][1], value)
         return value
+
+    def _offers_of(self, number: int) -> list[Offer]:
+        name = self.body.rewritten.operations[number].name
+        return [one._replace(path=operation_path(one.path, name)) for one in self._offers]
 
     def value(self, number: int, value: Any, /) -> Any:
         """Store one value of the text."""

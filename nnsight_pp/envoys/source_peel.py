@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,7 @@ def _without_layer(called: Any) -> tuple[Any, Layer]:
     if isinstance(called, functools.partial):
         args, named = called.args, called.keywords
         return called.func, lambda function: functools.partial(function, *args, **named)
-    own = getattr(type(called), "__call__", None)
+    own = inspect.getattr_static(type(called), "__call__", None)
     if isinstance(own, FunctionType) and not isinstance(called, type):
         _refuse_compiled(called)
         return own, lambda function: MethodType(function, called)

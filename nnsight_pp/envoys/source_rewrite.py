@@ -249,7 +249,8 @@ class _Rewriter(ast.NodeTransformer):
                 setattr(node, field, self.visit(getattr(node, field)))
         return node
 
-    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _visit_comprehension
+    visit_ListComp = visit_SetComp = visit_DictComp = _visit_comprehension  # noqa: N815
+    visit_GeneratorExp = _visit_comprehension  # noqa: N815 - `ast` names them
 
     def visit_comprehension(self, node: ast.comprehension) -> ast.comprehension:
         node.iter = self.visit(node.iter)

@@ -19,7 +19,7 @@ from greenlet import getcurrent
 
 from nnsight_pp.core.ask import AskKey, Pull, Read, Step, Write
 from nnsight_pp.core.location import RESULT, Location, Visit
-from nnsight_pp.core.protocols import RemoteValue
+from nnsight_pp.core.protocols import DeferredError, RemoteValue
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.errors import OutOfOrderError, OutsideTraceError, ParkRefusedError, explain
 from nnsight_pp.interleave.parked import Parked
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nnsight_pp.core.ask import Ask
-    from nnsight_pp.core.protocols import Link, Owners, Switch
+    from nnsight_pp.core.protocols import Link, Owners, Pending, Switch
     from nnsight_pp.interleave.clock import Clock
 
 # Sorts behind every stage: after the result of a request nothing can be asked for.
@@ -42,7 +42,7 @@ _BEHIND_ALL = 1 << 30
 class Asks:
     """What the workers of one rank may do. The arguments are those of `Interleaver`."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - made by `Interleaver` alone
         self,
         clock: Clock,
         switch: Switch,
@@ -51,6 +51,7 @@ class Asks:
         owners: Owners | None,
         link: Link | None,
         make_lazy: Callable[[RemoteAsk], Any] | None,
+        snapshot: Callable[[Any], Any],
         where: str,
     ) -> None:
         self.clock = clock
@@ -63,6 +64,7 @@ class Asks:
         self._switch = switch
         self._owners = owners
         self._make_lazy = make_lazy
+        self._snapshot = snapshot
         self._position_of = None if owners is None else owners.position_of
 
     def read(self, worker: Worker, location: Location) -> Any:
@@ -95,6 +97,45 @@ class Asks:
                 value = self._here(worker, value)
                 self._park(worker, Write(number, location, visit, value))
         worker.memo = Memo(location, worker.step, value, is_here)
+
+    def call(self, worker: Worker, path: str, arguments: Any, run: Callable[[Any], Any]) -> Any:
+        """Run ``run(arguments)`` on the stage that holds the module at ``path``.
+
+        Calls do not count in the order of values, and leave the open visit open.
+
+        Returns:
+            The result on that stage; on the others what stands for it.
+        """
+        self._enter_step(worker)
+        owner = None if self._owners is None else self._owners.holder_of(path)
+        location = Location(path, "call")
+        number = worker.next_number(location, worker.step)
+        if owner is not None and owner != self.stage:
+            assert self._make_lazy is not None
+            ask = RemoteAsk(self, worker, number, owner, location, worker.step, "call")
+            return self._make_lazy(ask)
+        arguments = self._here(worker, arguments)
+        try:
+            result = run(arguments)
+        except Exception as error:
+            self.alone(worker, error)
+            raise
+        self.publish(worker, number, location, result)
+        return result
+
+    def constant(self, worker: Worker, location: Location) -> RemoteAsk | None:
+        """Ask for a weight: return the ask, or None on the stage that has it."""
+        owner = None if self._owners is None else self._owners.holder_of(location.path)
+        number = worker.next_number(location, worker.step)
+        if owner is None or owner == self.stage:
+            return None
+        return RemoteAsk(self, worker, number, owner, location, worker.step, "constant")
+
+    def publish(self, worker: Worker, number: int, location: Location, value: Any) -> None:
+        """Make the answer to ask ``number`` available to the other stages, as it is now."""
+        if self.link is not None and location != RESULT:
+            key = AskKey(worker.request, number)
+            self.link.publish(key, location, self._snapshot(value))
 
     def has_gate(self, worker: Worker) -> bool:
         """Whether steps are opened one by one, so that a loop over them waits for each."""
@@ -137,18 +178,29 @@ class Asks:
         assert self.link is not None
         opened = self.clock.opened(worker.request)
         is_over = worker.request in self.finishing or (opened is not None and ask.step < opened)
-        in_place = is_over or ask.owner < self.stage
+        in_place = is_over or ask.owner < self.stage or ask.kind == "constant"
         if not in_place and in_torch and not self._switch.may_park_in_torch:
             raise worker.alone(self._park_refused(worker, ask))
         key = AskKey(worker.request, ask.number)
-        pending = self.link.pull(key, ask.owner, ask.location, ask.step, picks)
-        if not in_place:
-            return self._park(worker, Pull(ask.location, ask.step, pending))
-        try:
-            return pending.wait()
-        except Exception as error:
-            worker.alone(error, is_echo=True)
-            raise
+        link = self.link
+
+        def again(is_last: bool) -> Pending:
+            kind = f"last {ask.kind}" if is_last and ask.kind == "call" else ask.kind
+            return link.pull(key, ask.owner, ask.location, ask.step, picks, kind)
+
+        pending: Pending | None = again(worker.request in self.finishing)
+        if in_place:
+            try:
+                return pending.wait()
+            except DeferredError:
+                pending = None
+                worker.held_up = ask.visit
+            except Exception as error:
+                worker.alone(error, is_echo=True)
+                raise
+            if in_torch and not self._switch.may_park_in_torch:
+                raise worker.alone(self._park_refused(worker, ask))
+        return self._park(worker, Pull(ask.location, ask.step, pending, again))
 
     # -- the rules -----------------------------------------------------------------------------
 
@@ -263,7 +315,15 @@ class Asks:
 
     def too_late(self, worker: Worker, location: Location, visit: int) -> OutOfOrderError:
         """Return the error for an ask that nothing will answer any more."""
-        return out_of_order(worker, Visit(location, visit), self.where)
+        late = worker.held_up
+        if late is None or late.number != visit:
+            return out_of_order(worker, Visit(location, visit), self.where)
+        why = (
+            f"The block waited here for {late}, which its stage could run only after the step: it "
+            "uses a value of a later stage. Use the result later in the block, or in a second "
+            "trace."
+        )
+        return out_of_order(worker, Visit(location, visit), self.where, why)
 
     def _park_refused(self, worker: Worker, ask: RemoteAsk) -> ParkRefusedError:
         return ParkRefusedError(
@@ -271,7 +331,7 @@ class Asks:
                 f"{ask.visit} belongs to a later stage and was used inside a torch call.",
                 where=worker.where(),
                 why="The worker would have to park inside torch, and the exchange of torch's "
-                "thread-local state is off (NNSIGHT_PP_TLS_SWAP=0).",
+                "thread-local state is off (NNSIGHT_PP_TLS_SWAP=0) or not complete on this torch.",
                 todo="Unset NNSIGHT_PP_TLS_SWAP, or use the value one step later.",
                 ran=self.where,
             )

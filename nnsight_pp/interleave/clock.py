@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from nnsight_pp.core.location import Location
+
 if TYPE_CHECKING:
-    from nnsight_pp.core.location import Location
     from nnsight_pp.interleave.worker import Worker
 
 NEVER = -1
@@ -32,11 +33,20 @@ class VisitClock:
         A loop pins the visit of its body's first ask; once a pinned visit beyond the first was
         served, later asks of the body mean the next visit of their own location.
         """
-        return self._counts.get(location, 0) if worker.is_relaxed else worker.step
+        return self._count(location) if worker.is_relaxed else worker.step
+
+    def _count(self, location: Location) -> int:
+        """Return how many visits of ``location`` are over; a skip is over with its input.
+
+        A skip is not offered in every run, but its place is known: right behind the input.
+        """
+        if location.kind == "skip":
+            location = Location(location.path, "input")
+        return self._counts.get(location, 0)
 
     def now(self, worker: Worker, location: Location) -> int:
         """Return the number of the visit that is going on."""
-        return self._counts.get(location, 0)
+        return self._count(location) - (location.kind == "skip")
 
     def passed(self, location: Location) -> None:
         """Count a visit of ``location`` that is over."""
@@ -44,7 +54,7 @@ class VisitClock:
 
     def has_passed(self, worker: Worker, location: Location, visit: int) -> bool:
         """Whether ``visit`` of ``location`` is over."""
-        return self._counts.get(location, 0) > visit
+        return self._count(location) > visit
 
     def opened(self, request: str) -> int | None:
         """Return None: there is no step gate."""

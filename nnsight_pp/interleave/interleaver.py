@@ -20,6 +20,13 @@ Note [A rank waits only for answers that exist]
     "closed". So in its forward a rank may wait in place for an earlier stage's value (that stage
     has closed the step), and for any value of an earlier step (all stages have). A later stage's
     value of this step parks the worker until the next pipeline-safe point.
+
+Note [Calls may be deferred]
+    A call runs in the owner's worker, which may itself be parked on a later stage's value. Once the
+    step is closed there, a pull of a call that has not run is answered "deferred": the puller's
+    worker stays parked and asks again at its next safe point. Until the owner opens the next step
+    its worker does not move, so the answer does not depend on timing. When the request is over the
+    pull waits: the owner runs the block to its end, and asks come in the same order everywhere.
 """
 
 from __future__ import annotations
@@ -28,8 +35,9 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from nnsight_pp.core.ask import AskKey, Pull, Read, Step, Write
-from nnsight_pp.core.location import RESULT, Location
+from nnsight_pp.core.ask import Pull, Read, Step, Write
+from nnsight_pp.core.location import RESULT, Location, Visit
+from nnsight_pp.core.protocols import DeferredError
 from nnsight_pp.core.rows import WholeCut
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.interleave.asks import Asks
@@ -82,11 +90,11 @@ class Interleaver:
             owners=owners,
             link=link,
             make_lazy=make_lazy,
+            snapshot=_copied if snapshot is None else snapshot,
             where=where,
         )
         self._switch = switch
         self._link = link
-        self._snapshot = _copied if snapshot is None else snapshot
         self._parked = self.asks.parked
         # Only one of the two clocks counts visits; the other is spared the call.
         self._passed = clock.passed if isinstance(clock, VisitClock) else None
@@ -151,10 +159,18 @@ class Interleaver:
 
         Call it at a pipeline-safe point only: every stage has closed the steps so far.
         """
+        is_last = request in self.asks.finishing
         for worker in self._workers.get(request, ()):
-            while isinstance(worker.ask, Pull):
+            while isinstance(ask := worker.ask, Pull):
+                if ask.pending is None:
+                    ask.pending = ask.again(is_last)
                 try:
-                    value = worker.ask.pending.wait()
+                    value = ask.pending.wait()
+                except DeferredError:
+                    ask.pending = None
+                    worker.held_up = Visit(ask.location, ask.step)
+                    if not is_last:
+                        break
                 except Exception as error:
                     self._throw(worker, worker.alone(error, is_echo=True))
                 else:
@@ -210,7 +226,7 @@ class Interleaver:
         try:
             if isinstance(ask, Read):
                 served = visit.give()
-                self._publish(worker, ask, served)
+                self.asks.publish(worker, ask.number, ask.location, served)
                 answer = served
             else:
                 visit.assign(ask.value)
@@ -229,11 +245,6 @@ class Interleaver:
                     worker.error = error
                     self._ended(worker)
         return visit.live
-
-    def _publish(self, worker: Worker, ask: Read, served: Any) -> None:
-        if self._link is not None and ask.location != RESULT:
-            key = AskKey(worker.request, ask.number)
-            self._link.publish(key, ask.location, self._snapshot(served))
 
     def _too_late(self, worker: Worker, ask: Read | Write) -> None:
         error = self.asks.too_late(worker, ask.location, ask.visit)

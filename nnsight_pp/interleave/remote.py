@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 class RemoteAsk:
     """What a lazy value needs to bring its data: the ask, its owner, and its worker."""
 
-    __slots__ = ("_asks", "_worker", "location", "number", "owner", "step")
+    __slots__ = ("_asks", "_worker", "kind", "location", "number", "owner", "step")
+
+    # Whether this rank has the value itself.
+    is_here = False
 
     def __init__(
         self,
@@ -27,6 +30,7 @@ class RemoteAsk:
         owner: int,
         location: Location,
         step: int,
+        kind: str = "value",
     ) -> None:
         self._asks = asks
         self._worker = worker
@@ -34,6 +38,8 @@ class RemoteAsk:
         self.owner = owner
         self.location = location
         self.step = step
+        # What is asked for: see `core.protocols.Link.pull`.
+        self.kind = kind
 
     @property
     def visit(self) -> Visit:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from nnsight_pp.core.ask import Ask
-    from nnsight_pp.core.location import Location
+    from nnsight_pp.core.location import Location, Visit
     from nnsight_pp.core.protocols import Cut
     from nnsight_pp.interleave.asks import Asks
     from nnsight_pp.interleave.visit import OpenVisit
@@ -83,6 +83,7 @@ class Worker:
         "failed_at",
         "filename",
         "has_ended",
+        "held_up",
         "is_relaxed",
         "loop_depth",
         "mark",
@@ -124,6 +125,8 @@ class Worker:
         self.trail = 0
         self.step = 0
         self.mark = Mark(-1, -1, None)
+        # A call whose result this worker waited for beyond the end of its step.
+        self.held_up: Visit | None = None
         self.loop_depth = 0
         self.memo: Memo | None = None
         # Only where a loop pins visits rather than steps (see `clock.VisitClock`).

@@ -175,7 +175,13 @@ class GlooLink:
         self._own.fail(request, text)
 
     def pull(
-        self, key: AskKey, owner: int, location: Location, step: int, picks: Sequence[Any]
+        self,
+        key: AskKey,
+        owner: int,
+        location: Location,
+        step: int,
+        picks: Sequence[Any],
+        kind: str = "value",
     ) -> PendingAnswer:
         """See `core.protocols.Link`. Returns at once."""
         peer = self._peers[owner]
@@ -189,7 +195,7 @@ class GlooLink:
         if failure is not None:
             self._resolve(ticket, Answer("error", failure))
         else:
-            body = pickle.dumps((ticket, *key, str(location), step, tuple(picks)))
+            body = pickle.dumps((ticket, *key, str(location), step, tuple(picks), kind))
             peer.outbox.put((_ASK, lambda: (body, [])))
         return pending
 
@@ -299,8 +305,8 @@ class GlooLink:
         if kind == _RELEASE:
             self._own.released(head.decode(), peer.stage)
         elif kind == _ASK:
-            ticket, request, number, location, step, picks = pickle.loads(head)
-            question = Question(AskKey(request, number), location, step, picks)
+            ticket, request, number, location, step, picks, what = pickle.loads(head)
+            question = Question(AskKey(request, number), location, step, picks, what)
             self._own.ask(question, lambda answer: self._reply(peer, ticket, answer))
         elif kind == _ANSWER:
             ticket, what, text, header = pickle.loads(head)

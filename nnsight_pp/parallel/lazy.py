@@ -119,6 +119,10 @@ class LazyRemoteTensor(RemoteValue):
         self._tree.whole(in_torch=False)
         return self._force()
 
+    def _is_of_this_rank(self) -> bool:
+        """Whether this rank has the value itself, and ships it."""
+        return self._tree.pulled.is_of_this_rank
+
     # -- what moves nothing ----------------------------------------------------------------------
 
     def save(self) -> LazyRemoteTensor:

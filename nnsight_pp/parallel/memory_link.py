@@ -103,7 +103,13 @@ class MemoryLink:
         self._own.fail(request, text)
 
     def pull(
-        self, key: AskKey, owner: int, location: Location, step: int, picks: Sequence[Any]
+        self,
+        key: AskKey,
+        owner: int,
+        location: Location,
+        step: int,
+        picks: Sequence[Any],
+        kind: str = "value",
     ) -> PendingAnswer:
         """See `core.protocols.Link`."""
         with self._lock:
@@ -111,7 +117,7 @@ class MemoryLink:
             self.num_pending += 1
         ran = f"stage {self._stage}"
         pending = PendingAnswer(location, step, owner, self._bound_s, ran)
-        question = Question(key, str(location), step, tuple(picks))
+        question = Question(key, str(location), step, tuple(picks), kind)
 
         def resolve(answer: Answer) -> None:
             with self._lock:

@@ -118,6 +118,17 @@ class StageMap:
         """Return the place of ``location`` in its stage's order, or None where it is not known."""
         return self._positions.get(location)
 
+    def holder_of(self, path: str) -> int:
+        """Return the stage that holds the module at ``path`` and can call it.
+
+        Raises:
+            UnknownLocationError: No module has this path.
+        """
+        span = self._spans.get(path)
+        if span is None:
+            raise self._unknown(Location(path, "call"))
+        return span.last
+
     def span_of(self, path: str) -> Span | None:
         """Return the stages of the module at ``path``."""
         return self._spans.get(path)

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, final
 
 from nnsight_pp.core.location import Location, Visit
+from nnsight_pp.core.protocols import DeferredError
 from nnsight_pp.errors import (
     InternalError,
     OutOfOrderError,
@@ -85,6 +86,8 @@ class PendingAnswer:
                     ran=self._ran,
                 )
             )
+        if answer.kind == "deferred":
+            raise DeferredError(str(visit))
         if answer.kind == "diverged":
             raise RankDivergenceError(
                 explain(

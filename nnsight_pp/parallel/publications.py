@@ -1,9 +1,10 @@
 """What this rank has answered, and which other stages wait for what it has not answered yet.
 
 The forward thread publishes, closes and fails; the link's threads look up. A look-up has one of
-four answers: the value; *closed* (the step is over here and the value was not served in it);
-*error* (the worker raised, or the request is gone); or none yet, and then the reply is kept and
-given when one of the three comes. Nothing here ever waits.
+five answers: the value; *closed* (the step is over here and the value was not served in it);
+*deferred* (the step is over here, and a call of it has not run yet); *error* (the worker raised,
+or the request is gone); or none yet, and then the reply is kept and given when one of the others
+comes. Nothing here ever waits. A constant (a weight) is answered whatever the worker does.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ class Question:
     location: str
     step: int
     picks: Sequence[Any] = ()
+    # What is asked for: see `core.protocols.Link.pull`.
+    kind: str = "value"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the owner says: `kind` is "value", "closed", "error" or "diverged"."""
+    """What the owner says: "value", "closed", "deferred", "error" or "diverged"."""
 
     kind: str
     value: Any = None  # any served value, or a text
@@ -64,9 +67,16 @@ class Publications:
         peers: The other stages. A request's answers are dropped when it is over here and each of
             them has released it.
         pick: Applies a question's index steps to a value.
+        constant_of: Returns the weight of a printed location. Default: there is none.
     """
 
-    def __init__(self, peers: Sequence[int], pick: Callable[[Any, Sequence[Any]], Any]) -> None:
+    def __init__(
+        self,
+        peers: Sequence[int],
+        pick: Callable[[Any, Sequence[Any]], Any],
+        constant_of: Callable[[str], Any] | None = None,
+    ) -> None:
+        self._constant_of = constant_of
         self._peers = frozenset(peers)
         self._pick = pick
         self._lock = threading.Lock()
@@ -93,9 +103,11 @@ class Publications:
                 return
             shelf = self._shelf(request)
             shelf.closed = max(shelf.closed, step)
-            late = self._take(shelf, lambda question: question.step <= step)
-        for _, reply in late:
-            reply(Answer("closed"))
+            late = self._take(
+                shelf, lambda question: question.step <= step and question.kind != "last call"
+            )
+        for question, reply in late:
+            reply(Answer("deferred" if question.kind == "call" else "closed"))
 
     def fail(self, request: str, text: str) -> None:
         """Answer an error to everybody who waits, and to later questions without a value."""
@@ -110,6 +122,9 @@ class Publications:
 
     def ask(self, question: Question, reply: Callable[[Answer], None]) -> None:
         """Give ``reply`` the answer, now or when there is one. ``reply`` must not block."""
+        if question.kind == "constant":
+            reply(self._constant(question))
+            return
         request, number = question.key
         found = ("", None)
         with self._lock:
@@ -129,11 +144,20 @@ class Publications:
             return None
         if shelf.failure is not None:
             return Answer("error", shelf.failure)
-        if question.step <= shelf.closed:
+        is_closed = question.step <= shelf.closed
+        if is_closed and question.kind == "value":
             return Answer("closed")
         if shelf.is_over:
             return Answer("error", "the request is over on the owning stage")
-        return None
+        return Answer("deferred") if is_closed and question.kind == "call" else None
+
+    def _constant(self, question: Question) -> Answer:
+        try:
+            if self._constant_of is None:
+                raise KeyError(question.location)
+            return Answer("value", self._pick(self._constant_of(question.location), question.picks))
+        except Exception as error:
+            return Answer("error", f"{type(error).__name__}: {error}")
 
     def _answer(self, question: Question, location: str, value: Any) -> Answer:
         if location != question.location:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, final
 
 import torch
 
+from nnsight_pp.core.location import Visit
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.errors import NotSupportedError, explain
@@ -23,7 +24,7 @@ from nnsight_pp.errors import NotSupportedError, explain
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nnsight_pp.core.location import Visit
+    from nnsight_pp.core.location import Location
 
 # An edit: indices of the edited part, the function, its arguments (frozen at the edit).
 _Edit = tuple[tuple[Any, ...], "Callable[..., Any]", tuple[Any, ...], dict[str, Any]]
@@ -36,6 +37,11 @@ class Source(Protocol):
     @property
     def visit(self) -> Visit:
         """What was asked for."""
+        ...
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this rank is the one that has the value."""
         ...
 
     def pull(self, picks: Sequence[Any] = (), *, in_torch: bool = False) -> Any:
@@ -71,6 +77,26 @@ def with_first(value: Any, first: Any) -> Any:
     return args, {**kwargs, next(iter(kwargs)): first}
 
 
+@final
+class OwnConstant:
+    """The source of a weight that this rank has. A block gets it as it gets another rank's."""
+
+    __slots__ = ("_value", "visit")
+
+    is_here = True
+
+    def __init__(self, location: Location, value: Any) -> None:
+        self.visit = Visit(location, 0)
+        self._value = value
+
+    def pull(self, picks: Sequence[Any] = (), *, in_torch: bool = False) -> Any:
+        """Return the weight with ``picks`` applied. It is never edited: trees copy it first."""
+        return pick(self._value, picks)
+
+    def echo(self, error: Exception) -> None:
+        """Nothing to note: the error is raised where the line stands."""
+
+
 class Pulled:
     """The owner's answer to one ask, shared by every tree that was frozen from another.
 
@@ -90,6 +116,11 @@ class Pulled:
     def visit(self) -> Visit:
         """What was asked for."""
         return self._source.visit
+
+    @property
+    def is_of_this_rank(self) -> bool:
+        """Whether this rank has the value itself: a weight of its own."""
+        return self._source.is_here
 
     def echo(self, error: Exception) -> None:
         """See `Source`."""

@@ -150,8 +150,9 @@ class _Pass:
     def _base_of(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Rows | None]:
         """Return the tensor that the model went on with where ``tensor`` shows rows of it."""
         cut = None if self._outer is None else self._outer.cut
-        base = cut.base_of(tensor) if isinstance(cut, BatchCut) else None
-        return (tensor, None) if base is None or cut is None else (base, cut.rows)
+        if isinstance(cut, BatchCut) and (base := cut.base_of(tensor)) is not None:
+            return base, cut.rows
+        return tensor, None
 
     def _reached(self, outputs: dict[int, Location], gradients: tuple[Any, ...]) -> Any:
         """Serve the gradients of one node's outputs, in the order in which they are asked for."""

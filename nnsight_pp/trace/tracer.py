@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, final
 from nnsight_pp.core.location import RESULT
 from nnsight_pp.core.saved import SavedSet, active_saves
 from nnsight_pp.errors import BlockShapeError, ConfigurationError, explain
-from nnsight_pp.interleave.steps import Steps
 from nnsight_pp.interleave.worker import current_worker
 from nnsight_pp.trace.capture import (
     BodyCapture,
@@ -29,9 +28,10 @@ from nnsight_pp.trace.clean import raise_again, without_own_frames
 from nnsight_pp.trace.deliver import deliver, let_go
 from nnsight_pp.trace.mount import savable
 from nnsight_pp.trace.names import Names, names_of
+from nnsight_pp.trace.step_block import StepChoice, StepLoop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import FrameType, TracebackType
 
     from nnsight_pp.core.block import Block, Scope
@@ -47,13 +47,13 @@ class BlockTracer:
     __slots__ = ()
 
     @property
-    def iter(self) -> Steps:
+    def iter(self) -> StepChoice:
         """Steps to loop over: `for step in tracer.iter[:3]`."""
-        return Steps()
+        return StepChoice()
 
-    def all(self) -> Iterator[int]:
+    def all(self) -> StepLoop:
         """Loop over every step of the run."""
-        return Steps()[:]
+        return StepChoice()[:]
 
     @property
     def result(self) -> Any:
@@ -72,6 +72,7 @@ class Invocation:
         kwargs: Keyword inputs and options.
         block: The captured body.
         names: What the block sees from around it.
+        frame: The id of the frame in which it is written, where it stands in an invoke.
         saves: The objects marked by `save`, in this process.
         scope: The names of the block, where it runs in this process.
         bound: Filled by the engine: what the block bound, or what came back of it.
@@ -90,6 +91,7 @@ class Invocation:
     is_saved: bool = False
     is_over: bool = False
     warnings: list[str] = field(default_factory=list)
+    frame: int = 0
 
     def __post_init__(self) -> None:
         self.scope = self.names.scope()
@@ -106,7 +108,7 @@ def _bound_by(block: Block, scope: Scope) -> dict[str, Any]:
 
 @final
 class SiblingNames:
-    """The names that the other invokes of one trace have bound so far.
+    """The names that the other invokes of one trace have bound so far, if written in one frame.
 
     An earlier invoke's name comes first, as in code that runs from top to bottom. A name that an
     earlier one may still bind is not taken from around the trace: that would be a value that the
@@ -115,17 +117,21 @@ class SiblingNames:
     Args:
         invocations: All invokes of the trace.
         position: Which of them looks names up.
+        frame: The id of the frame in which it is written.
     """
 
-    __slots__ = ("_invocations", "_position")
+    __slots__ = ("_frame", "_invocations", "_position")
 
-    def __init__(self, invocations: list[Invocation], position: int) -> None:
+    def __init__(self, invocations: list[Invocation], position: int, frame: int) -> None:
         self._invocations = invocations
         self._position = position
+        self._frame = frame
 
     def __getitem__(self, name: str) -> Any:
-        before = self._invocations[: self._position][::-1]
-        for invocation in (*before, *self._invocations[self._position + 1 :]):
+        before = [one for one in self._invocations[: self._position] if one.frame == self._frame]
+        before.reverse()
+        after = self._invocations[self._position + 1 :]
+        for invocation in (*before, *(one for one in after if one.frame == self._frame)):
             try:
                 return invocation.scope.own_name(name)
             except KeyError:
@@ -155,6 +161,7 @@ class Tracer(BlockTracer):
     __slots__ = (
         "__weakref__",
         "_capture",
+        "_frames",
         "_has_input",
         "_inputs",
         "_invocations",
@@ -181,6 +188,8 @@ class Tracer(BlockTracer):
         self._capture: BodyCapture | None = None
         self._saves = SavedSet()
         self._invocations: list[Invocation] = []
+        # Where the invokes are written. Kept until the run is over, so that their ids are.
+        self._frames: list[FrameType] = []
         self._is_collecting = False
         self.statistics: dict[str, Any] = {}
 
@@ -242,8 +251,13 @@ class Tracer(BlockTracer):
         return InvokeStatement(self, inputs, kwargs)
 
     def _add(self, capture: BodyCapture, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        names = names_of(capture.frame, SiblingNames(self._invocations, len(self._invocations)))
-        self._invocations.append(Invocation(inputs, kwargs, capture.block, names, self._saves))
+        frame = id(capture.frame)
+        self._frames.append(capture.frame)
+        siblings = SiblingNames(self._invocations, len(self._invocations), frame)
+        names = names_of(capture.frame, siblings)
+        self._invocations.append(
+            Invocation(inputs, kwargs, capture.block, names, self._saves, frame=frame)
+        )
 
     def _execute(self, run: Run, block: Block, frame: FrameType) -> None:
         # Only now: the name behind `as` was bound after `__enter__` had returned.
@@ -299,6 +313,7 @@ class Tracer(BlockTracer):
         self._kwargs = {}
         # The names of each invocation lead back to this list.
         self._invocations.clear()
+        self._frames.clear()
         self._saves = SavedSet()
 
 

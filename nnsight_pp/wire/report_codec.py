@@ -54,11 +54,14 @@ def _sendable_names(
 
 
 def without_remote(value: Any) -> Any:
-    """Return ``value`` with each remote leaf replaced by `Elsewhere`."""
-    return map_leaves(
-        value,
-        lambda leaf: Elsewhere() if issubclass(type(leaf), RemoteValue) else leaf,
-    )
+    """Return ``value`` with each remote leaf replaced by `Elsewhere`, or by this rank's own."""
+
+    def shipped(leaf: Any) -> Any:
+        if not issubclass(type(leaf), RemoteValue):
+            return leaf
+        return leaf._real_value() if leaf._is_of_this_rank() else Elsewhere()
+
+    return map_leaves(value, shipped)
 
 
 def failure_of(

@@ -51,6 +51,14 @@ def local_logits(model: Any) -> Any:
     return model.lm_head.output[0, -1:]
 
 
+def local_lens(model: Any, stream: Any) -> Any:
+    return model.lm_head(model.model.norm(stream))
+
+
+def vllm_lens(model: Any, stream: Any) -> Any:
+    return model.logits_processor(model.lm_head, model.model.norm(stream))
+
+
 def vllm_stream(layer: Any) -> Any:
     out = layer.output
     return out[0] + out[1]
@@ -88,6 +96,7 @@ LOCAL_OPS = SimpleNamespace(
     mlp_input=local_mlp_input,
     set_mlp_input=local_set_mlp_input,
     logits=local_logits,
+    lens=local_lens,
 )
 VLLM_OPS = SimpleNamespace(
     stream=vllm_stream,
@@ -97,6 +106,7 @@ VLLM_OPS = SimpleNamespace(
     mlp_input=vllm_mlp_input,
     set_mlp_input=vllm_set_mlp_input,
     logits=vllm_logits,
+    lens=vllm_lens,
 )
 
 

@@ -356,3 +356,45 @@ def logits_changed_before_sampling(b: Any) -> dict[str, Any]:
                 logits[0, 1000] += 1000.0
             chosen.append(int(logits.argmax()))
     return {"chosen": chosen}
+
+
+@block
+def a_logit_lens_on_every_layer(b: Any) -> dict[str, Any]:
+    layers, model, ops = b.layers, b.model, b.ops
+    with b.trace(PROMPT):
+        lens = [ops.lens(model, ops.stream(layer)[-1:]) for layer in layers].save()
+        logits = ops.logits(model).save()
+    return {"lens": lens, "logits": logits}
+
+
+@block
+def calls_used_on_other_stages(b: Any) -> dict[str, Any]:
+    layers, model, ops = b.layers, b.model, b.ops
+    with b.trace(PROMPT, steps=3) as tracer:
+        found = [].save()
+        logits = [].save()
+        for _ in tracer.iter[:3]:
+            early = ops.mlp(layers[4])
+            normed = layers[24].input_layernorm(early)
+            again = layers[2].input_layernorm(early)
+            late = ops.mlp(layers[22])
+            late[:] += normed + again
+            # Runs on the first stage, with a value of the last one: one step later.
+            found.append(layers[1].input_layernorm(late)[-1])
+            logits.append(ops.logits(model))
+    return {"found": found, "logits": logits}
+
+
+@block
+def weights_of_every_stage(b: Any) -> dict[str, Any]:
+    layers, model, ops = b.layers, b.model, b.ops
+    with b.trace(PROMPT):
+        first = layers[3].input_layernorm.weight
+        last = layers[26].post_attention_layernorm.weight
+        size = (first.norm() + last.norm()).save()
+        row = model.model.embed_tokens.weight[7042, :8].save()
+        kept = layers[28].input_layernorm.weight.save()
+        early = ops.mlp(layers[3]).save()
+        ops.mlp(layers[20])[:] += first + 2 * last
+        logits = ops.logits(model).save()
+    return {"size": size, "row": row, "kept": kept, "early": early, "logits": logits}

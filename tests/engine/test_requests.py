@@ -273,14 +273,45 @@ def test_a_saved_value_that_cannot_leave_is_named(engine: Engine) -> None:
     assert value.shape == (10, 576)
 
 
-def test_weights_and_calls_in_a_block_are_refused(engine: Engine) -> None:
+def test_what_would_change_the_engine_for_others_is_refused(engine: Engine) -> None:
     model, layers = engine.model, engine.layers
-    with pytest.raises(NotSupportedError, match="weight"):
-        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
-            size = layers[3].mlp.down_proj.weight.norm().save()
     with pytest.raises(NotSupportedError, match="called inside a block"):
         with model.trace(PROMPT, temperature=0.0, max_tokens=1):
-            normed = model.model.norm(layers[3].output[0]).save()
+            again = layers[3].self_attn(torch.zeros(10), layers[3].input[0]).save()
+    with pytest.raises(NotSupportedError, match="set inside a block"):
+        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            layers[3].mlp.scale = 3
+
+
+def test_a_weight_that_vllm_has_repacked_is_refused(engine: Engine) -> None:
+    """On CPUs vLLM packs the weights of linear layers and drops them."""
+    model, layers = engine.model, engine.layers
+    for index in (3, 25):
+        with pytest.raises(NotSupportedError, match="repacked"):
+            with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+                size = layers[index].mlp.down_proj.weight.norm().save()
+
+
+def test_a_call_that_comes_too_late_is_named(engine: Engine) -> None:
+    model, layers = engine.model, engine.layers
+    with pytest.raises(OutOfOrderError, match=r"layers\.1\.input_layernorm\.call"):
+        with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+            late = layers[22].mlp.output
+            size = layers[1].input_layernorm(late).norm()
+            layers[25].mlp.output[:] *= float(size)
+
+
+def test_an_edited_weight_is_the_blocks_own(engine: Engine, local: Local) -> None:
+    model, layers = engine.model, engine.layers
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        for index in (3, 25):
+            weight = layers[index].input_layernorm.weight
+            weight[:] = 0
+        zeroed = weight.abs().sum().save()
+    assert float(zeroed) == 0
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        late = vllm_stream(layers[25]).save()
+    assert_same(late, alone(local, PROMPT, 25), "late")
 
 
 def test_options_and_prompts_are_checked_before_anything_runs(engine: Engine) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import transformers
 
 from nnsight_pp.core.rows import BatchCut, Rows, WholeCut
+from nnsight_pp.engines.hf.beam_cut import BeamCut
 from nnsight_pp.engines.hf.encode import Encoder, Prompt, has_prompt, is_chat
 from nnsight_pp.engines.hf.fields import Padding, join_rows
 from nnsight_pp.errors import ConfigurationError, NotSupportedError, explain
@@ -55,7 +56,11 @@ class Call:
 
 
 def call_of(
-    invocations: Sequence[HasInput], options: dict[str, Any], encoder: Encoder, padding: Padding
+    invocations: Sequence[HasInput],
+    options: dict[str, Any],
+    encoder: Encoder,
+    padding: Padding,
+    config: Any = None,
 ) -> Call:
     """Join the prompts of ``invocations`` into one call of a model.
 
@@ -64,6 +69,7 @@ def call_of(
         options: What was given to the trace itself, for all of them.
         encoder: Reads the prompts.
         padding: How the model pads.
+        config: Its settings for a generation, where the call is one.
 
     Raises:
         ConfigurationError: No invoke has an input, or their inputs do not fit together.
@@ -84,10 +90,11 @@ def call_of(
         padding = Padding(padding.side, padding.token, False, False, padding.has_decoder)
     fields = join_rows([row for prompt in prompts for row in prompt.rows], padding)
     kwargs = {**fields, **raw, **_same_options(prompts)}
-    return Call((), kwargs, _cuts(invocations, given, [len(prompt.rows) for prompt in prompts]))
+    sizes = [len(prompt.rows) for prompt in prompts]
+    return Call((), kwargs, _cuts(invocations, given, sizes, _multiples(kwargs, config)))
 
 
-def pipeline_call_of(invocations: Sequence[HasInput], options: dict[str, Any]) -> Call:
+def pipeline_call_of(invocations: Sequence[HasInput], options: dict[str, Any], config: Any) -> Call:
     """Join the prompts of ``invocations`` into one call of a pipeline, which encodes them itself.
 
     Raises:
@@ -101,7 +108,18 @@ def pipeline_call_of(invocations: Sequence[HasInput], options: dict[str, Any]) -
     data = values[0] if len(values) == 1 else [value for one in lists for value in one]
     # All rows in one forward, as a trace has them.
     kwargs = {"batch_size": sum(sizes), **_same_options(prompts)}
-    return Call((data,), kwargs, _cuts(invocations, given, sizes))
+    return Call((data,), kwargs, _cuts(invocations, given, sizes, _multiples(kwargs, config)))
+
+
+def _multiples(kwargs: dict[str, Any], config: Any) -> set[int]:
+    """Return how many rows a generation may compute or return for each row of the batch.
+
+    Source: transformers 5.19 generation/utils.py: `generate` expands its input to the larger one.
+    """
+    given = kwargs.get("generation_config", config)
+    names = ("num_beams", "num_return_sequences")
+    counts = {kwargs.get(name, getattr(given, name, None)) or 1 for name in names}
+    return {1, max(counts), *counts}
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -146,7 +164,10 @@ def _same_options(prompts: Sequence[Prompt]) -> dict[str, Any]:
 
 
 def _cuts(
-    invocations: Sequence[HasInput], given: Sequence[HasInput], sizes: Sequence[int]
+    invocations: Sequence[HasInput],
+    given: Sequence[HasInput],
+    sizes: Sequence[int],
+    multiples: set[int],
 ) -> list[Cut]:
     """Return what each invoke sees: its rows, or everything where it is alone or has no input."""
     if len(given) == 1:
@@ -157,7 +178,8 @@ def _cuts(
     for one in invocations:
         if has_prompt(one.inputs, one.kwargs):
             size = next(left)
-            cuts.append(BatchCut(Rows(start, size, total)))
+            rows = Rows(start, size, total)
+            cuts.append(BatchCut(rows) if multiples == {1} else BeamCut(rows, multiples))
             start += size
         else:
             cuts.append(WholeCut())

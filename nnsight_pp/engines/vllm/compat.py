@@ -233,3 +233,29 @@ def shut_down(llm: Any) -> None:
         thread.join(5.0)
         if not thread.is_alive():
             core.resources.ctx.destroy(linger=0)
+
+
+def has_cache(module: torch.nn.Module) -> bool:
+    """Whether a call of ``module`` would touch the KV cache.
+
+    Source: vllm 0.32.0 model_executor/layers/attention: each attention layer has its ``kv_cache``.
+    """
+    return any(hasattr(part, "kv_cache") for part in module.modules())
+
+
+def repacked(real: dict[str, torch.nn.Module], whole: torch.nn.Module) -> list[str]:
+    """Return the paths of ``real`` whose weights no longer have the shape of the ``whole`` model's.
+
+    Source: vllm 0.32.0 model_executor/layers/utils.py:dispatch_cpu_unquantized_gemm packs a linear
+    layer's weight for the CPU and leaves an empty one.
+    """
+    found = []
+    for path, module in module_paths(whole).items():
+        own = real.get(path)
+        if own is not None:
+            shapes = {name: value.shape for name, value in own.named_parameters(recurse=False)}
+            for name, value in module.named_parameters(recurse=False):
+                if shapes.get(name) != value.shape:
+                    found.append(path)
+                    break
+    return found

@@ -101,8 +101,11 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         meta = compat.meta_model(self.vllm_config)
         self._stages = _stage_map(place, real, served, meta)
         root = VLLMTree(meta, self._load_tokenizer)
+        root.gate = gate
+        own = compat.repacked(real, meta)
+        root.repacked = frozenset(path for paths in compat.exchange(own) for path in paths)
         _hold_real(root, real)
-        link = self._link(place)
+        link = self._link(place, lambda name: constant_of(real, name))
         clock = StepClock()
         turns = Interleaver(
             clock,
@@ -140,7 +143,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             gate.serve = None
         return served
 
-    def _link(self, place: Place) -> GlooLink | None:
+    def _link(self, place: Place, constant: Callable[[str], Any]) -> GlooLink | None:
         if place.num_stages == 1:
             return None
         columns = compat.columns()
@@ -150,7 +153,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             place.stage,
             columns[place.tp_rank],
             group,
-            Publications(peers, pick),
+            Publications(peers, pick, constant),
             encode=encode,
             decode=decode,
             bound_s=float(os.environ.get("NNSIGHT_PP_PULL_TIMEOUT_S", "60")),
@@ -219,6 +222,12 @@ def _hold_real(root: Envoy, real: dict[str, torch.nn.Module]) -> None:
     """Let the nodes of this rank's own modules look at the real ones."""
     for node in root.nodes():
         node.look_at(real.get(node.path))
+
+
+def constant_of(real: dict[str, torch.nn.Module], name: str) -> torch.Tensor:
+    """Return the weight whose location prints as ``name``. Called by the link's threads."""
+    path, _, attribute = name.rpartition(".")
+    return getattr(real[path], attribute).detach()
 
 
 def host_copy(value: Any) -> Any:

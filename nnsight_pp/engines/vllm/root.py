@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nnsight_pp.core.location import LOGITS, ROOT, SAMPLES
+from nnsight_pp.core.location import LOGITS, ROOT, SAMPLES, Location
+from nnsight_pp.core.tree import map_leaves
+from nnsight_pp.engines.vllm import compat
 from nnsight_pp.envoys.envoy import Envoy
+from nnsight_pp.envoys.gate import Gate
 from nnsight_pp.errors import NotSupportedError, UnknownLocationError, explain
-from nnsight_pp.interleave.worker import running_worker
+from nnsight_pp.interleave.worker import current_worker, running_worker
+from nnsight_pp.parallel.lazy import LazyRemoteTensor
+from nnsight_pp.parallel.pulled import OwnConstant
 from nnsight_pp.trace.tracer import BlockTracer
 
 if TYPE_CHECKING:
@@ -29,6 +34,10 @@ class VLLMTree(Envoy):
 
     def __init__(self, module: torch.nn.Module, load_tokenizer: Callable[[], Any]) -> None:
         super().__init__(module)
+        # On a rank, the gate of the serve points of its modules.
+        self.gate = Gate()
+        # On a rank, the paths whose weights are not what their layer says: alike on every rank.
+        self.repacked: frozenset[str] = frozenset()
         self._load_tokenizer = load_tokenizer
         self._tokenizer: Any = None
 
@@ -57,18 +66,75 @@ class VLLMTree(Envoy):
             self._tokenizer = self._load_tokenizer()
         return self._tokenizer
 
+    # -- what a block may do beside reading values -----------------------------------------------
+
     def _attribute_of(self, node: Envoy, name: str, value: Any) -> Any:
-        """Refuse weights in a block: a rank holds only its own, and some only as meta tensors."""
-        if isinstance(value, torch.Tensor) and (worker := running_worker()) is not None:
+        """Give a block a weight as a value of its own: pulled when it is used, never shared."""
+        worker = running_worker()
+        if worker is None or not isinstance(value, torch.Tensor):
+            return value
+        assert worker.turns is not None
+        if node.path in self.repacked:
             raise NotSupportedError(
                 explain(
-                    f"The weight {node.path}.{name} was read inside a block.",
+                    f"vLLM has repacked {node.path}.{name} for this device.",
                     where=worker.where(),
-                    why="Weights of a sharded model are not served to blocks yet.",
-                    todo="Compute with values of the model, or bring your own tensor along.",
+                    why="Its CPU backend packs the weights of linear layers and drops them.",
+                    todo="Bring the weight along as a tensor, or run on a GPU.",
                 )
             )
-        return value
+        location = Location(node.path, name)
+        ask = worker.turns.constant(worker, location)
+        return LazyRemoteTensor(OwnConstant(location, value.detach()) if ask is None else ask)
+
+    def _will_set(self, node: Envoy, name: str) -> None:
+        """Refuse new attributes in a block: the tree is shared by all requests."""
+        worker = running_worker()
+        if worker is not None:
+            raise NotSupportedError(
+                explain(
+                    f"{node.path}.{name} was set inside a block.",
+                    where=worker.where(),
+                    why="The model on an engine is shared by every request.",
+                    todo="Use a variable of the block, or assign to .output or .input.",
+                )
+            )
+
+    def _call_from_block(self, node: Envoy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``node`` on the stage that holds it; nothing in the call is served."""
+        worker = current_worker(node.path)
+        assert worker.turns is not None
+        if compat.has_cache(node._module):
+            raise NotSupportedError(
+                explain(
+                    f"{node.path}, which holds attention, was called inside a block.",
+                    where=worker.where(),
+                    why="It would write into the cache that the running requests attend to.",
+                    todo="Call modules without attention: norms, projections, the head.",
+                )
+            )
+        return worker.turns.call(
+            worker, node.path, (args, kwargs), lambda given: self._run(node, given)
+        )
+
+    def _run(self, node: Envoy, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Run the module of ``node`` on copies, with the serve points off."""
+        args, kwargs = map_leaves(given, _argument)
+        gate = self.gate
+        serve, gate.serve = gate.serve, None
+        try:
+            # Not inference mode: the block may edit what it gets.
+            with torch.no_grad():
+                return node._module(*args, **kwargs)
+        finally:
+            gate.serve = serve
+
+
+def _argument(leaf: Any) -> Any:
+    """Return what a module takes in place of ``leaf``: a kernel may overwrite its arguments."""
+    if issubclass(type(leaf), Envoy):
+        return leaf._module
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def name_of(root: Envoy, obj: Any) -> tuple[str, str] | None:

@@ -1,6 +1,7 @@
 """`LanguageModel`: its runs, its invokes, and its loading."""
 
 import pickle
+import threading
 import warnings
 
 import pytest
@@ -157,6 +158,26 @@ def test_beams_run_without_the_streamer(model):
     assert ids.shape[0] == 1
 
 
+def test_beams_of_several_invokes_are_each_ones_own(model):
+    options = {"max_new_tokens": 2, "num_beams": 3, "num_return_sequences": 2, "do_sample": False}
+    with model.generate(**options) as tracer:
+        with tracer.invoke(PROMPT):
+            first = model.transformer.h[0].output.save()
+            ids = tracer.result.save()
+        with tracer.invoke([OTHER, OTHER]):
+            second = model.transformer.h[0].output.save()
+            model.transformer.h[1].output = torch.zeros_like(model.transformer.h[1].output)
+            others = tracer.result.save()
+        with tracer.invoke():
+            whole = model.transformer.h[0].output.save()
+            normed = model.transformer.ln_f.input.save()
+    assert torch.equal(torch.cat([first, second]), whole)
+    assert [value.shape[0] for value in (first, second, ids, others)] == [3, 6, 2, 4]
+    assert not normed[3:].any()
+    assert normed[:3].any()
+    assert torch.equal(ids, model.generate([PROMPT], **options))
+
+
 def test_the_output_of_the_generator_is_the_result_and_is_deprecated(model):
     with pytest.warns(NNsightDeprecationWarning, match=r"use tracer\.result"):
         with model.generate(PROMPT, max_new_tokens=1) as tracer:
@@ -213,6 +234,28 @@ def test_a_trace_without_an_input_is_refused(model):
                 pass
 
 
+def test_a_block_that_could_travel_runs_here(model):
+    scale = 2.0
+    with model.trace(PROMPT, remote="local") as tracer:
+        hidden = (model.transformer.h[0].output * scale).save()
+        logits = tracer.result.logits.save()
+    assert hidden.shape == (1, 3, 8)
+    assert logits.shape[:2] == (1, 3)
+
+
+def test_a_block_that_cannot_travel_is_refused(model):
+    lock = threading.Lock()
+    with pytest.raises(ConfigurationError, match="cannot travel"):
+        with model.trace(PROMPT, remote="local"):
+            kept = lock
+            model.output.save()
+
+
+def test_there_is_no_remote_service(model):
+    with pytest.raises(NotSupportedError, match="no remote service"):
+        model.trace(PROMPT, remote=True)
+
+
 # -- loading ---------------------------------------------------------------------------------------
 
 
@@ -227,6 +270,14 @@ def test_the_tree_is_there_before_the_weights_and_stays(folder):
     assert model.transformer.h[1] is block
     assert block._module is model._module.transformer.h[1]
     assert torch.isfinite(hidden).all()
+
+
+def test_operations_named_before_loading_are_there_after(folder):
+    model = LanguageModel(folder)
+    operations = model.transformer.h[0].mlp.source
+    with model.trace(PROMPT):
+        hidden = operations.self_act_0.output.save()
+    assert hidden.shape == (1, 3, 32)
 
 
 def test_a_checkpoint_names_its_task_and_brings_its_tokenizer(folder):

@@ -1,0 +1,100 @@
+"""`with tracer.iter[...]:`, the older form of `for step in tracer.iter[...]:`.
+
+The body of the `with` is captured like a block, and run once per step where it stands. Unlike the
+loop it does not end the block around it when the run has fewer steps.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any, final
+
+from nnsight_pp.errors import NNsightDeprecationWarning
+from nnsight_pp.interleave.steps import Selection, Steps
+from nnsight_pp.interleave.worker import LoopCut
+from nnsight_pp.trace.capture import BodyCapture, BodySkipped
+from nnsight_pp.trace.deliver import deliver
+from nnsight_pp.trace.names import names_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+
+@final
+class StepChoice:
+    """What `tracer.iter` returns: index it to choose steps, or loop over it for all of them."""
+
+    __slots__ = ()
+
+    def __getitem__(self, selection: Selection) -> StepLoop:
+        """Loop over the steps of ``selection``; without an end, until the run ends."""
+        return StepLoop(Steps()[selection])
+
+    def __iter__(self) -> Iterator[int]:
+        return Steps()[:]
+
+
+@final
+class StepLoop:
+    """The chosen steps: loop over them. As a `with` it is deprecated.
+
+    Args:
+        steps: The steps, each of which waits for its turn.
+    """
+
+    __slots__ = ("_capture", "_steps")
+
+    def __init__(self, steps: Iterator[int]) -> None:
+        self._steps = steps
+        self._capture: BodyCapture | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        return self._steps
+
+    def __next__(self) -> int:
+        return next(self._steps)
+
+    def __enter__(self) -> StepLoop:
+        warnings.warn(
+            "The block form is deprecated: write `for step in tracer.iter[...]:`.",
+            NNsightDeprecationWarning,
+            stacklevel=2,
+        )
+        self._capture = BodyCapture(sys._getframe(1))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> bool:
+        capture, self._capture = self._capture, None
+        assert capture is not None
+        capture.release()
+        if kind is not None and not issubclass(kind, BodySkipped):
+            return False
+        # The name behind `as` holds this object: in the body it is the step.
+        held: dict[str, Any] = dict(capture.frame.f_locals)
+        counters = [name for name, value in held.items() if value is self]
+        scope = names_of(capture.frame).scope()
+        code = capture.block.code()
+        try:
+            for step in self._steps:
+                for name in counters:
+                    scope[name] = step
+                exec(code, scope)
+        except LoopCut:  # the run has fewer steps, and the block goes on
+            pass
+        finally:
+            close = getattr(self._steps, "close", None)
+            if close is not None:
+                close()
+        binds = {*capture.block.binds(), *counters}
+        deliver(
+            capture.frame,
+            {name: value for name, value in scope.own().items() if name in binds},
+        )
+        return True
