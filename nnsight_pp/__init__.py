@@ -10,10 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nnsight_pp.core.saved import save
+from nnsight_pp.core.settings import CONFIG
 from nnsight_pp.envoys.envoy import Envoy
+from nnsight_pp.envoys.served_view import eproperty
+from nnsight_pp.envoys.traceable import traceable
 from nnsight_pp.errors import (
+    BarrierError,
     BlockError,
     BlockShapeError,
+    CacheError,
     ConfigurationError,
     EarlyStopException,
     EngineDiedError,
@@ -37,8 +42,9 @@ from nnsight_pp.errors import (
     ValueUnavailableError,
     WithBlockNotFoundError,
 )
+from nnsight_pp.interleave.barrier import Barrier
 from nnsight_pp.parallel.lazy import LazyRemoteTensor
-from nnsight_pp.trace.mount import mount_save
+from nnsight_pp.trace.mount import Object, mount_save
 
 if TYPE_CHECKING:
     from nnsight_pp.engines.language import LanguageModel, TransformersModel
@@ -55,9 +61,13 @@ _ENGINES = {
 }
 
 __all__ = [
+    "CONFIG",
     "VLLM",
+    "Barrier",
+    "BarrierError",
     "BlockError",
     "BlockShapeError",
+    "CacheError",
     "ConfigurationError",
     "EarlyStopException",
     "EngineDiedError",
@@ -73,6 +83,7 @@ __all__ = [
     "NNsightError",
     "NotServedError",
     "NotSupportedError",
+    "Object",
     "OutOfOrderError",
     "OutsideTraceError",
     "ParkRefusedError",
@@ -85,7 +96,9 @@ __all__ = [
     "UnknownLocationError",
     "ValueUnavailableError",
     "WithBlockNotFoundError",
+    "eproperty",
     "save",
+    "traceable",
 ]
 
 mount_save()

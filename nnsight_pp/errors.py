@@ -7,6 +7,8 @@
     │   ├── SaveOutsideTraceError       `save` with no trace (also a ValueError)
     │   ├── UnknownLocationError        no such module or value (also an AttributeError)
     │   ├── NotServedError              the engine never computes this as a module call
+    │   ├── BarrierError                a barrier that not every block reached (also a ValueError)
+    │   ├── CacheError                  a cache that was asked for too late (also a ValueError)
     │   ├── RowsError                   a written value does not fit its rows (also a ValueError)
     │   ├── ParkRefusedError            a park inside a torch call with the thread-state swap off
     │   ├── ValueUnavailableError       another stage cannot send this value
@@ -68,6 +70,14 @@ class UnknownLocationError(BlockError, AttributeError):
 
 class NotServedError(BlockError):
     """The location exists, but the engine never computes it as a module call."""
+
+
+class BarrierError(BlockError, ValueError):
+    """A barrier waited for more blocks than came to it."""
+
+
+class CacheError(BlockError, ValueError):
+    """A cache was asked for where it would miss what the block has already seen."""
 
 
 class RowsError(BlockError, ValueError):

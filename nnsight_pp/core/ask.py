@@ -73,4 +73,14 @@ class Pull:
         return f"Pull {self.location}#{self.step}"
 
 
-Ask = Read | Write | Step | Pull
+@dataclass(slots=True)
+class Join:
+    """Parked until as many blocks as were announced have come to the same barrier."""
+
+    barrier: object
+
+    def __str__(self) -> str:
+        return f"Join {self.barrier}"
+
+
+Ask = Read | Write | Step | Pull | Join

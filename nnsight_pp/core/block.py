@@ -36,6 +36,8 @@ class Block:
         source: The body's lines with their indentation.
         name: Name of the function that holds the `with`.
         flags: The `from __future__` imports of the file, as flags of `compile`.
+        receiver: The first argument of that function, which a bare `super()` means.
+        around: The items of the `with` behind the tracer, which are entered around the run.
     """
 
     filename: str
@@ -43,6 +45,8 @@ class Block:
     source: str
     name: str
     flags: int = 0
+    receiver: str = ""
+    around: str = ""
 
     def code(self) -> CodeType:
         """Return the compiled block. Names that it binds land in the scope it is run in.
@@ -103,7 +107,7 @@ def _compiled(block: Block) -> _Compiled:
     def compiled(tree: ast.Module) -> CodeType:
         return compile(tree, block.filename, "exec", flags=block.flags, dont_inherit=True)
 
-    code = compiled(as_in_function(module, compiled))
+    code = compiled(as_in_function(module, compiled, block.receiver))
     code = code.replace(co_name=block.name, co_qualname=block.name)
     nothing = all(one.opname in _DO_NOTHING for one in dis.get_instructions(code))
     return _Compiled(code, read_names(code), bound_names(code), frozenset(attributes), nothing)

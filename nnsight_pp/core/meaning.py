@@ -1,12 +1,13 @@
 """What keeps a block's text meaning what it means inside its function.
 
-A block is compiled as the code of a module whose globals are a `Scope`. Five things differ between
+A block is compiled as the code of a module whose globals are a `Scope`. Six things differ between
 that and the user's function, and are put right or refused here:
 
 * `return`, `yield`, `await` and a `break` of an outer loop leave the block: refused in words.
 * Annotations of local names are not evaluated in a function, so they are dropped here.
 * `nonlocal` in a function of the block means a name of the block, which is a global here.
 * A text at the head is no docstring.
+* A bare `super()` finds its class and its object in the function: they are written out.
 * A class body looks names up past the scope's `__missing__`, so what it reads is made global.
 """
 
@@ -73,16 +74,19 @@ def _own_nodes(node: ast.AST, *, in_loop: bool) -> Iterator[ast.AST]:
         yield from _own_nodes(child, in_loop=inside or child in loop)
 
 
-def as_in_function(module: ast.Module, compiled: Callable[[ast.Module], CodeType]) -> ast.Module:
+def as_in_function(
+    module: ast.Module, compiled: Callable[[ast.Module], CodeType], receiver: str = ""
+) -> ast.Module:
     """Return ``module`` changed so that it means what it means inside a function.
 
     Args:
         module: The block. Changed in place.
         compiled: Compiles a module as the block will be.
+        receiver: The first argument of the function, or an empty string.
     """
     if ast.get_docstring(module, clean=False) is not None:
         module.body[0] = ast.copy_location(ast.Pass(), module.body[0])
-    module = ast.fix_missing_locations(_InFunction().visit(module))
+    module = ast.fix_missing_locations(_InFunction(receiver).visit(module))
     classes = [node for node in ast.walk(module) if isinstance(node, ast.ClassDef)]
     if classes:
         reads: dict[tuple[str, int], set[str]] = {}
@@ -102,8 +106,17 @@ def as_in_function(module: ast.Module, compiled: Callable[[ast.Module], CodeType
 class _InFunction(ast.NodeTransformer):
     """Drops annotations of the block's own names; turns its functions' `nonlocal` to `global`."""
 
-    def __init__(self) -> None:
+    def __init__(self, receiver: str) -> None:
         self._depth = 0
+        self._receiver = receiver
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        is_bare = isinstance(node.func, ast.Name) and not node.args and not node.keywords
+        if is_bare and node.func.id == "super" and self._receiver and not self._depth:  # type: ignore[attr-defined]
+            names = ("__class__", self._receiver)
+            node.args = [ast.copy_location(ast.Name(name, ast.Load()), node) for name in names]
+        return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         return self._nested(node)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from nnsight_pp.core.ask import AskKey
     from nnsight_pp.core.location import Location
@@ -39,6 +39,16 @@ class DeferredError(Exception):
 
 class Pending(Protocol):
     """An answer that is on its way."""
+
+    @property
+    def waited_s(self) -> float:
+        """How long `wait` has stood still."""
+        ...
+
+    @property
+    def bytes_received(self) -> int:
+        """The size of the answer, 0 before it is here."""
+        ...
 
     def wait(self) -> Any:  # any served value
         """Return the value.
@@ -134,6 +144,14 @@ class Cut(Protocol):
 
     def put(self, value: Any, served: Any, marks: Any, *, assigned: bool) -> Any:
         """Return the value that the model continues with, the worker's edits in it."""
+        ...
+
+
+class Surface(Protocol):
+    """What a model of this process offers to its blocks beside its values."""
+
+    def cache(self, worker: Any, modules: Sequence[Any] | None, options: Mapping[str, Any]) -> Any:
+        """Return what keeps the values of ``modules``, all by default, as ``worker`` sees them."""
         ...
 
 

@@ -35,6 +35,29 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
+class PullRecord:
+    """What one line of a block has brought from one location of another stage, over all steps.
+
+    Attributes:
+        owner: The stage that it came from.
+        location: What it was, as `core.location.Location` prints.
+        filename: The block's file, or an empty text where the line is not known.
+        line: The line that forced it.
+        num_pulls: How often.
+        bytes_received: The size of the answers.
+        waited_s: How long this rank's forward thread stood still for them.
+    """
+
+    owner: int
+    location: str
+    filename: str
+    line: int
+    num_pulls: int
+    bytes_received: int
+    waited_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """One stage's account of one request.
 

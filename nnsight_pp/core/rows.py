@@ -167,12 +167,18 @@ class Replacement:
 
 
 class TokenCut:
-    """Copies of a request's rows of the flat token batch, written back when edited."""
+    """Copies of a request's rows of the flat token batch, written back when edited.
 
-    __slots__ = ("rows",)
+    Args:
+        rows: The request's rows.
+        below: For token ids, how many there are: an id beyond would end the engine.
+    """
 
-    def __init__(self, rows: Rows) -> None:
+    __slots__ = ("_below", "rows")
+
+    def __init__(self, rows: Rows, below: int | None = None) -> None:
         self.rows = rows
+        self._below = below
 
     def _is_rows(self, leaf: torch.Tensor) -> bool:
         return leaf.dim() > 0 and leaf.shape[0] == self.rows.total
@@ -218,6 +224,10 @@ class TokenCut:
             wanted[0] = self.rows.count
         if list(leaf.shape) != wanted:
             _refuse(f"shape {list(leaf.shape)} was assigned, and this request has {wanted}")
+        if self._below is not None and leaf.numel():
+            low, high = int(leaf.min()), int(leaf.max())
+            if low < 0 or high >= self._below:
+                _refuse(f"the token id {low if low < 0 else high} is not among {self._below} ids")
 
     def put(self, value: Any, served: Any, marks: list[tuple[Any, int]], *, assigned: bool) -> Any:
         """Write edited copies back into the live rows; give replaced leaves fresh tensors.

@@ -8,9 +8,11 @@ batch. `trace` runs one forward, `generate` a generation, `pipe` transformers' w
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
-import threading
+import warnings
+import weakref
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -26,7 +28,6 @@ except ImportError as error:
 from nnsight_pp.core.location import ROOT
 from nnsight_pp.engines.hf import checkpoint as loading
 from nnsight_pp.engines.hf import tasks
-from nnsight_pp.engines.hf.call_site import is_entered_by_with
 from nnsight_pp.engines.hf.encode import Encoder, has_prompt
 from nnsight_pp.engines.hf.fake_run import faked
 from nnsight_pp.engines.hf.fields import Padding
@@ -40,17 +41,15 @@ from nnsight_pp.engines.hf.prompt_batch import (
     pipeline_call_of,
 )
 from nnsight_pp.engines.hf.shipping import check_remote, check_ships
+from nnsight_pp.engines.hf.weights import Weights, repoint
 from nnsight_pp.engines.local import NNsight
-from nnsight_pp.envoys.operations import source_of
-from nnsight_pp.envoys.serve_point import ServePoint, module_paths
 from nnsight_pp.errors import ConfigurationError, explain
 from nnsight_pp.interleave.worker import running_worker
+from nnsight_pp.trace.call_site import is_entered_by_with
 from nnsight_pp.trace.tracer import Invocation, Tracer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from nnsight_pp.envoys.envoy import Envoy
 
 Mode = Literal["trace", "generate", "pipe", "scan"]
 _GENERATOR = "generator"
@@ -89,11 +88,11 @@ class LanguageModel(NNsight):
         envoys: Any = None,
         **options: Any,
     ) -> None:
-        self._checkpoint: loading.Checkpoint | None = None
-        self._dispatching = threading.Lock()
-        self._is_dispatched = True
-        self._pipeline: Any = None
         self._finished = Generator()
+        self._pipeline: Any = None
+        # The root of the tree: a copy of this one, made by `edit`, has the same tree below it.
+        self._origin = weakref.ref(self)
+        checkpoint = None
         if isinstance(source, torch.nn.Module):
             module = source
             task = tasks.task_of_module(module) if task is None else task
@@ -102,17 +101,15 @@ class LanguageModel(NNsight):
             if options:
                 raise ConfigurationError(f"A loaded model takes no {', '.join(options)}.")
         else:
-            self._checkpoint = loading.Checkpoint(str(source), task, options)
-            task = self._checkpoint.task
-            self._is_dispatched = dispatch
-            module = self._checkpoint.load() if dispatch else self._checkpoint.architecture()
+            checkpoint = loading.Checkpoint(str(source), task, options)
+            task = checkpoint.task
+            module = checkpoint.load() if dispatch else checkpoint.architecture()
+        self._weights = Weights(checkpoint, module if dispatch or checkpoint is None else None)
         repo = getattr(getattr(module, "config", None), "name_or_path", "") or ""
         if tokenizer is None:
-            known = self._checkpoint
-            tokenizer = loading.tokenizer_of(repo) if known is None else known.tokenizer()
+            tokenizer = loading.tokenizer_of(repo) if checkpoint is None else checkpoint.tokenizer()
         loading.make_ready(tokenizer, module, tokenizer_kwargs)
-        tree = {"rename": rename, "envoys": envoys}
-        super().__init__(module, **{name: value for name, value in tree.items() if value})
+        super().__init__(module, rename=rename, envoys=envoys)
         self.repo_id: str = repo
         self.revision: str | None = options.get("revision")
         self.task = task
@@ -123,38 +120,23 @@ class LanguageModel(NNsight):
     @property
     def dispatched(self) -> bool:
         """Whether the weights are loaded."""
-        return self._is_dispatched
+        return self._weights.module is not None
 
     def dispatch(self) -> LanguageModel:
         """Load the weights, if they are not there yet; the nodes of the tree stay the same."""
-        with self._dispatching:
-            if not self._is_dispatched:
-                assert self._checkpoint is not None
-                self._look_at_all(self._checkpoint.load())
-                self._is_dispatched = True
+        weights = self._weights
+        with weights.lock:
+            if weights.module is None:
+                assert weights.checkpoint is not None
+                weights.module = weights.checkpoint.load()
+                root = self._origin() or self
+                repoint(root, weights.module, except_below=f"{ROOT}.{_GENERATOR}")
+        self._module = weights.module
         return self
 
-    def _look_at_all(self, module: torch.nn.Module) -> None:
-        """Mirror ``module``, which has the structure of the one before."""
-        rewritten = [node for node in self.nodes() if _has_source(node)]
-        for node in self.nodes():
-            if not node.path.startswith(f"{ROOT}.{_GENERATOR}"):
-                node.look_at(module.get_submodule(node.path[len(ROOT) + 1 :]))
-        self._pipeline = None
-        self._install()
-        for node in rewritten:
-            source_of(node)
-
-    def _served_modules(self) -> dict[str, torch.nn.Module]:
-        return {
-            **module_paths(self._module),
-            **module_paths(self._finished, f"{ROOT}.{_GENERATOR}"),
-        }
-
     def _install(self) -> None:
-        if _GENERATOR not in self._children:
-            node = GeneratorEnvoy(self._finished, f"{ROOT}.{_GENERATOR}", self)
-            self._children[_GENERATOR] = node
+        node = GeneratorEnvoy(self._finished, f"{ROOT}.{_GENERATOR}", self)
+        self._children.setdefault(_GENERATOR, node)
         super()._install()
 
     @property
@@ -249,12 +231,12 @@ class LanguageModel(NNsight):
 
         def run(tracer: Tracer, invocations: list[Invocation]) -> BaseException | None:
             if ships:
-                check_ships(self, [self.tokenizer], invocations)
-            call = self._call_of(mode, invocations, options)
-            self._run_call(
-                self._callee(mode, fn), self._module, (call.args, call.kwargs), call.cuts,
-                invocations,
-            )  # fmt: skip
+                check_ships(self._origin() or self, [self, self.tokenizer], invocations)
+            call = self._call_of(mode, fn, invocations, options)
+            invocations[0].warnings.extend(call.warnings)
+            callee = self._callee(mode, fn, self._finished)
+            arguments = (call.args, call.kwargs)
+            self._run_call(callee, self._module, arguments, call.cuts, invocations)
             return None
 
         return Tracer(run, inputs, kwargs, has_input=has_input)
@@ -266,22 +248,29 @@ class LanguageModel(NNsight):
         kwargs: dict[str, Any],
         fn: Callable[..., Any] | str | None = None,
     ) -> Any:
-        call = self._call_of(mode, [Given(inputs, kwargs)], {})
-        callee = self._callee(mode, fn)
+        kwargs = {name: value for name, value in kwargs.items() if name != "remote"}
+        call = self._call_of(mode, fn, [Given(inputs, kwargs)], {})
+        for text in call.warnings:
+            warnings.warn(text, UserWarning, stacklevel=3)
         if running_worker() is not None:  # a block's own call is not part of the run
-            return callee(*call.args, **call.kwargs)
+            return self._callee(mode, fn, Generator())(*call.args, **call.kwargs)
+        callee = self._callee(mode, fn, self._finished)
         return self._run_call(callee, self._module, (call.args, call.kwargs), [], [])
 
     def _call_of(
-        self, mode: Mode, invocations: Sequence[HasInput], options: dict[str, Any]
+        self,
+        mode: Mode,
+        fn: Callable[..., Any] | str | None,
+        invocations: Sequence[HasInput],
+        options: dict[str, Any],
     ) -> Call:
         if mode != "scan":
             self.dispatch()
         config = getattr(self._module, "generation_config", None)
         if mode == "pipe":
             return pipeline_call_of(invocations, options, config)
-        takes = frozenset(inspect.signature(type(self._module).forward).parameters)
-        is_generating = mode == "generate"
+        takes = _arguments_of(type(self._module))
+        is_generating = mode == "generate" or fn == "generate"
         has_decoder = loading.is_encoder_decoder(self._module)
         encoder = Encoder(
             self.tokenizer, takes, has_decoder, is_generating, self.task == tasks.FILL_MASK
@@ -296,7 +285,7 @@ class LanguageModel(NNsight):
         if is_generating:
             return call_of(invocations, options, encoder, padding, config)
         call = call_of(invocations, options, encoder, padding)
-        return Call(call.args, for_one_forward(call.kwargs, takes), call.cuts)
+        return call if fn is not None else for_one_forward(call, takes)
 
     def _padding_side(self) -> str:
         if self.tokenizer is not None:
@@ -308,19 +297,21 @@ class LanguageModel(NNsight):
             return self.tokenizer.pad_token_id
         return getattr(self.config, "pad_token_id", None)
 
-    def _callee(self, mode: Mode, fn: Callable[..., Any] | str | None) -> Callable[..., Any]:
-        if mode == "generate":
-            return generating(self._module, self._finished, self._pad_token())
+    def _callee(
+        self, mode: Mode, fn: Callable[..., Any] | str | None, finished: Generator
+    ) -> Callable[..., Any]:
+        if mode == "generate" or fn == "generate":
+            return generating(self._module, finished, self._pad_token())
         if mode == "pipe":
             return self.pipeline
         call = getattr(self._module, fn) if isinstance(fn, str) else fn or self._module
-        return faked(call) if mode == "scan" else call
+        return faked(call, self._module) if mode == "scan" else call
 
 
-def _has_source(node: Envoy) -> bool:
-    """Tell whether the operations inside the module of ``node`` are places in the tree."""
-    point = vars(node._module).get("forward")
-    return isinstance(point, ServePoint) and point.body is not None
+@functools.cache
+def _arguments_of(kind: type) -> frozenset[str]:
+    """Return the names of what the forward of a class of modules takes."""
+    return frozenset(inspect.signature(kind.forward).parameters)  # type: ignore[attr-defined]
 
 
 TransformersModel = LanguageModel

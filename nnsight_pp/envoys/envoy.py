@@ -1,353 +1,244 @@
-"""`Envoy`: a node that mirrors a module and turns attribute access into locations.
+"""`Envoy`: a node of the tree, with the values that its module takes and gives.
 
-`model.layers[5].output` walks the tree and asks the running worker for a value. What the node does
-not know it looks up on the module, so parameters, settings and methods are where they were.
+`model.layers[5].output` walks the tree and asks the running worker for a value. A root runs its
+module in this process (`envoys.local_run`); an engine's root overrides what it does otherwise, in
+the methods that are asked of the root.
 """
 
 from __future__ import annotations
 
-import difflib
-import warnings
-import weakref
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from nnsight_pp.core.location import ROOT, Location
-from nnsight_pp.envoys.operations import source_of
-from nnsight_pp.envoys.outline import outline
-from nnsight_pp.errors import NotSupportedError, UnknownLocationError, Where, explain
-from nnsight_pp.interleave.worker import current_worker, running_worker
-from nnsight_pp.parallel.lazy import first_input, with_first_input
-from nnsight_pp.trace.mount import savable
+from nnsight_pp.core.location import ROOT
+from nnsight_pp.envoys import row_batch
+from nnsight_pp.envoys.edits import Edit, EditTracer
+from nnsight_pp.envoys.local_run import LocalForest
+from nnsight_pp.envoys.older_names import OlderNames
+from nnsight_pp.envoys.renaming import Spelling
+from nnsight_pp.envoys.tree_node import Forest, TreeNode
+from nnsight_pp.envoys.values import Values
+from nnsight_pp.errors import NotSupportedError, Where, explain
+from nnsight_pp.interleave.worker import running_worker
+from nnsight_pp.trace.session import Session
+from nnsight_pp.trace.tracer import Invocation, Tracer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Mapping, Sequence
 
+    import torch
+
+    from nnsight_pp.core.location import Location
+    from nnsight_pp.core.protocols import Cut
     from nnsight_pp.envoys.gate import Gate
-    from nnsight_pp.envoys.operations import Source
     from nnsight_pp.interleave.worker import Worker
 
-# Names that a node serves or knows itself; a child of such a name is reached as `E_<name>`.
-_OWN = ("output", "input", "inputs", "parent", "path", "root", "source")
 
-
-class Envoy:
-    """One module of the tree, with the values that it takes and gives.
+class Envoy(Values, OlderNames, TreeNode):
+    """One module, with the values that it takes and gives, and with runs that start at it.
 
     Args:
-        module: The mirrored module.
-        path: Its dotted path; the root's is ``model``.
+        module: The mirrored module. Its parameters and buffers stay where they are.
+        path: Its dotted path.
         parent: The node above, or None at the root.
+        interleaver: That of another node, which this one's runs are to be part of.
+        rename: Further names for modules below: see `envoys.renaming`.
+        envoys: Classes for the nodes below: by module class, by the end of a path, or one for all.
     """
 
-    def __init__(self, module: torch.nn.Module, path: str = ROOT, parent: Envoy | None = None):
-        self._module = module
-        self._path = path
-        self._parent = None if parent is None else weakref.ref(parent)
-        self._input = Location(path, "input")
-        self._output = Location(path, "output")
-        # An AttributeError that a value's getter raised; Python would look the name up instead.
-        self._raised: AttributeError | None = None
-        self._children: dict[str, Envoy] = {}
-        for name, child in module._modules.items():
-            if child is not None:
-                self._adopt(name, child)
-
-    def _adopt(self, name: str, module: torch.nn.Module) -> Envoy:
-        node = Envoy(module, f"{self._path}.{name}", self)
-        self._children[name] = node
-        if name in _OWN:
-            warnings.warn(
-                f"{self._path} has a module named {name!r}, which every node already serves: it "
-                f"is reached as `E_{name}`.",
-                UserWarning,
-                stacklevel=2,
-            )
-        return node
-
-    # -- the tree ------------------------------------------------------------------------------
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        path: str = ROOT,
+        parent: TreeNode | None = None,
+        *,
+        interleaver: Any = None,
+        rename: Mapping[Any, str | list[str]] | None = None,
+        envoys: Mapping[Any, type] | type | None = None,
+    ) -> None:
+        forest: Forest | None = interleaver
+        if forest is None and parent is not None:
+            forest = parent._forest
+        is_first = forest is None
+        if forest is None:
+            forest = self._new_forest(Spelling(rename, envoys))
+        self._set_locations(path)
+        self._edits: list[Edit] = []
+        super().__init__(module, path, parent, forest)
+        if is_first:
+            forest.spelling.bind(self)
+            self._install()
+        elif interleaver is not None:
+            forest.added(self)
 
     @property
-    def path(self) -> str:
-        """The dotted path of this module, from ``model``."""
-        return self._path
+    def _node_class(self) -> type[Envoy]:
+        return Envoy
+
+    def _new_forest(self, spelling: Spelling) -> Forest:
+        """Return what the nodes below this root will share."""
+        return LocalForest(spelling)
+
+    def _install(self) -> None:
+        """Put serve points on what the tree mirrors now."""
+        self._forest.added(self)
 
     @property
-    def parent(self) -> Envoy | None:
-        """The node above; None at the root."""
-        return None if self._parent is None else self._parent()
+    def interleaver(self) -> Any:
+        """What runs this model's blocks; `.interleaving` says whether one is running."""
+        return self._forest
 
-    @property
-    def root(self) -> Envoy:
-        """The topmost node."""
-        node = self
-        while (above := node.parent) is not None:
-            node = above
-        return node
+    # -- runs ----------------------------------------------------------------------------------
 
-    def __getattr__(self, name: str) -> Any:
-        known = self.__dict__
-        if (error := known.get("_raised")) is not None:
-            self._raised = None
-            raise error
-        children: dict[str, Envoy] | None = known.get("_children")
-        if children is None:
-            raise AttributeError(name)
-        if name in children:
-            return children[name]
-        if name.startswith("E_") and name[2:] in _OWN and name[2:] in children:
-            return children[name[2:]]
-        try:
-            value = getattr(self._module, name)
-        except AttributeError as error:
-            # A property that fails has more to say than torch's word that it is not there.
-            if hasattr(type(self._module), name):
-                object.__getattribute__(self._module, name)
-            raise unknown(self, name) from error
-        if isinstance(value, torch.nn.Module):
-            return next((node for node in self.root.nodes() if node._module is value), value)
-        return self.root._attribute_of(self, name, value)
+    def trace(
+        self,
+        *inputs: Any,
+        fn: Callable[..., Any] | str | None = None,
+        trace: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Run this module alone on ``inputs``, with the block of the `with` beside it.
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set a module on the mirrored module too, and mirror it; else set on this node alone."""
-        if name.startswith("_"):
-            object.__setattr__(self, name, value)
-            return
-        if not hasattr(getattr(type(self), name, None), "__set__"):
-            self.root._will_set(self, name)
-        if not issubclass(type(value), torch.nn.Module):
-            object.__setattr__(self, name, value)
-            return
-        setattr(self._module, name, value)
-        self.root._has_new(self._adopt(name, value))
-
-    def _will_set(self, node: Envoy, name: str) -> None:
-        """Take notice of an attribute that is set on ``node``; a root may refuse it."""
-
-    def _has_new(self, node: Envoy) -> None:
-        """Take notice of a node that was added to the tree; asked of the root."""
-
-    def _attribute_of(self, node: Envoy, name: str, value: Any) -> Any:
-        """Return ``value``, found on the module of ``node``; a root may refuse it."""
-        return value
-
-    def look_at(self, module: torch.nn.Module | None) -> None:
-        """Mirror ``module`` from now on; None changes nothing."""
-        if module is not None:
-            self._module = module
-
-    def __getitem__(self, index: int | slice | str) -> Any:
-        if isinstance(index, slice):
-            return list(self._children.values())[index]
-        if isinstance(index, int) and not isinstance(index, bool):
-            position = index + len(self._children) if index < 0 else index
-            name = str(position)
-        elif isinstance(index, str):
-            name = index
-        else:
-            raise unknown(self, f"[{index!r}]")
-        child = self._children.get(name)
-        if child is None:
-            raise unknown(self, f"[{index!r}]", name)
-        return child
-
-    def __iter__(self) -> Iterator[Envoy]:
-        return iter(self._children.values())
-
-    def __len__(self) -> int:
-        return len(self._module)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return bool(self._module)
-
-    def to(self, *args: Any, **kwargs: Any) -> Envoy:
-        """Move or cast the module as `torch.nn.Module.to` does, and return this node."""
-        self._module.to(*args, **kwargs)
-        return self
-
-    def cpu(self) -> Envoy:
-        """Move the module to the CPU, and return this node."""
-        return self.to("cpu")
-
-    def cuda(self, device: Any = None) -> Envoy:
-        """Move the module to a GPU, and return this node."""
-        self._module.cuda(device)
-        return self
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._children, *dir(self._module)})
-
-    def get(self, path: str) -> Any:
-        """Return what stands at the dotted ``path`` below this node."""
-        node: Any = self
-        for name in path.split("."):
-            node = (
-                node[name]
-                if isinstance(node, Envoy) and name in node._children
-                else getattr(node, name)
-            )
-        return node
-
-    def nodes(self) -> Iterator[Envoy]:
-        """Yield this node and all below it, children before parents."""
-        for child in self._children.values():
-            yield from child.nodes()
-        yield self
-
-    def modules(
-        self, include: Callable[[Envoy], bool] | None = None, *, names: bool = False
-    ) -> list[Any]:
-        """Return the nodes below and including this one, children before parents."""
-        chosen = [node for node in self.nodes() if include is None or include(node)]
-        return [(node.path, node) for node in chosen] if names else chosen
-
-    def named_modules(self) -> list[tuple[str, Envoy]]:
-        """Return the nodes with their paths, children before parents."""
-        return self.modules(names=True)
-
-    # -- values --------------------------------------------------------------------------------
-
-    def _worker(self, location: Location) -> Worker:
-        worker = current_worker(location)
-        self.root._check_worker(worker, location)
-        return worker
-
-    def _check_worker(self, worker: Worker, location: Location) -> None:
-        """Raise where ``worker`` does not run beside this tree; asked of the root."""
-
-    def _value(self, location: Location) -> Any:
-        worker = self._worker(location)
-        assert worker.turns is not None
-        return savable(worker.turns.read(worker, location))
-
-    def _read(self, location: Location) -> Any:
-        """Return a value, for the getter of a property."""
-        try:
-            return self._value(location)
-        except AttributeError as error:
-            self._raised = error
-            raise
-
-    def _write(self, location: Location, value: Any) -> None:
-        worker = self._worker(location)
-        assert worker.turns is not None
-        worker.turns.write(worker, location, value)
-
-    @property
-    def output(self) -> Any:
-        """What the module's forward returns at this step."""
-        return self._read(self._output)
-
-    @output.setter
-    def output(self, value: Any) -> None:
-        self._write(self._output, value)
-
-    @property
-    def inputs(self) -> Any:
-        """What the module is called with: ``(args, kwargs)``."""
-        return self._read(self._input)
-
-    @inputs.setter
-    def inputs(self, value: Any) -> None:
-        self._write(self._input, value)
-
-    @property
-    def input(self) -> Any:
-        """The first positional argument of the module, else the first named one."""
-        return first_input(self._read(self._input))
-
-    @input.setter
-    def input(self, value: Any) -> None:
-        self._write(self._input, with_first_input(self._value(self._input), value))
-
-    def skip(self, value: Any) -> None:
-        """Do not run the module's forward at this step: ``value`` is its output.
-
-        ``value`` may be computed from the module's own input. In a batch of several prompts every
-        block must skip it, each for its own rows.
+        Args:
+            *inputs: What it is called with. Without any, `tracer.invoke(...)` gives them.
+            fn: What is called instead of the module: a callable, or the name of its method.
+            trace: False runs it at once, with the stored edits only, and returns its output.
+            **kwargs: Named arguments of the call.
         """
-        location = Location(self.path, "skip")
-        self.root._will_skip(location)
-        self._write(location, value)
+        if not trace:
+            self._check_is_local("trace(..., trace=False)")
+            return self._run_at_once(fn, inputs, kwargs)
+        return self.root._trace_from(self, inputs, {"fn": fn, **kwargs})
 
-    def _will_skip(self, location: Location) -> None:
-        """Take notice that a call is to be skipped; asked of the root, which may refuse it."""
-        raise _unsupported(
-            f"{location} was called.",
-            None,
-            "runs every module for all requests of a step at once",
-            "Assign to the module's `.output`",
-        )
+    def session(self) -> Session:
+        """Run several traces as one: what one binds, the next can use; only what is saved stays."""
+        self._check_is_local("session")
+        return Session()
 
-    @property
-    def source(self) -> Source:
-        """The calls and assignments inside the module's forward. Touch it before the trace."""
-        return source_of(self)
+    def edit(self, *, inplace: bool = False) -> EditTracer:
+        """Store the block of the `with`: it runs first in every later run that starts here.
 
-    def _gate_of_sources(self) -> Gate:
-        """Return what the operations of this tree are offered to; asked of the root."""
-        raise _unsupported(
-            f"{self.path}.source was asked for.",
-            None,
-            "runs no rewritten forwards",
-            "Read the module's `.input` and `.output`",
-        )
+        Used as `with model.edit() as (tracer, edited):`, which leaves this model as it is, or as
+        `with model.edit(inplace=True) as tracer:`.
+        """
+        self._check_is_local("edit")
+        twin = self if inplace else type(self).__new__(type(self))
+        if not inplace:
+            twin.__dict__.update(self.__dict__)
+            twin._edits = list(self._edits)
+        return EditTracer(twin._edits, None if inplace else twin)
 
-    def trace(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run this module alone on ``inputs``, with the block of the `with` beside it."""
-        return self.root._trace_from(self, inputs, kwargs)
+    def clear_edits(self) -> None:
+        """Forget the blocks stored by `edit` on this node."""
+        self._check_is_local("clear_edits")
+        self._edits.clear()
 
-    def _trace_from(self, node: Envoy, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        raise _unsupported(
-            f"{node.path}.trace was called.", None, "runs only the whole model", "Trace the model"
-        )
+    def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
+        """Call the module.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module. Inside a block, what runs in this call is not served to anybody."""
-        worker = running_worker()
-        if worker is None:
+        Inside a block, what runs in this call is not served to anybody. With ``hook`` it is, to
+        the other blocks of the run.
+        """
+        if running_worker() is None:
             return self._module(*args, **kwargs)
+        if hook:
+            return self.root._call_with_hooks(self, args, kwargs)
         return self.root._call_from_block(self, args, kwargs)
 
+    def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
+        """Return how many rows one invoke's inputs are, 0 for options only; override it freely."""
+        return row_batch.num_rows(*inputs, **kwargs)
+
+    def _batch(self, invokes: list[row_batch.Given], fn: Any) -> row_batch.Given:
+        """Make one call's arguments of several invokes' ones; override it freely."""
+        return row_batch.join_tensors(invokes, fn)
+
+    def _check_is_local(self, name: str) -> None:
+        if not isinstance(self._forest, LocalForest):
+            worker = running_worker()
+            raise unsupported(
+                f"{self.path}.{name} was called.",
+                None if worker is None else worker.where(),
+                "runs each block with its own request",
+                "Put the statements into each trace",
+            )
+
+    # -- asked of the root ---------------------------------------------------------------------
+
+    def _trace_from(self, node: Envoy, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return a tracer that runs the module of ``node``."""
+        kwargs = dict(kwargs)
+        return node._tracer_of(kwargs.pop("fn", None), inputs, kwargs)
+
+    def _tracer_of(self, fn: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer:
+        """Return a tracer that calls ``fn``, by default the module, with this node's edits."""
+
+        def run(tracer: Tracer, invocations: list[Invocation]) -> None:
+            call, root = _callee(self, fn), self.root
+            arguments, cuts = row_batch.joined(invocations, root._batch_size, root._batch, call)
+            self._run_call(call, self._module, arguments, cuts, invocations)
+
+        return Tracer(run, inputs, kwargs, has_input=bool(inputs) or bool(kwargs))
+
+    def _run_at_once(self, fn: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call with nothing but the stored edits beside it, and return its result."""
+        call = _callee(self, fn)
+        if running_worker() is not None:  # a block's own call is not part of the run
+            return call(*inputs, **kwargs)
+        return self._run_call(call, self._module, (inputs, kwargs), [], [])
+
+    def _run_call(
+        self,
+        call: Callable[..., Any],
+        module: torch.nn.Module,
+        arguments: row_batch.Given,
+        cuts: Sequence[Cut],
+        invocations: Sequence[Invocation],
+    ) -> Any:
+        """Make one call with blocks beside it, this node's edits first; return its result.
+
+        Args:
+            call: What is called.
+            module: Where the arguments are moved to.
+            arguments: The positional and the named ones.
+            cuts: How each block sees the call's values.
+            invocations: The blocks.
+        """
+        forest = self._forest
+        assert isinstance(forest, LocalForest)
+        return forest.run(self, call, module, arguments, (cuts, invocations), self._edits)
+
+    def _check_worker(self, worker: Worker, location: Location) -> None:
+        """Raise where ``worker`` does not run beside this tree."""
+        if isinstance(self._forest, LocalForest):
+            self._forest.check(worker, location)
+
+    def _will_skip(self, location: Location) -> None:
+        """Take notice that a call is to be skipped; a root may refuse it."""
+        assert isinstance(self._forest, LocalForest)
+        self._forest.gate.is_skipping = self._forest.interleaving
+
+    def _gate_of_sources(self) -> Gate:
+        """Return what the operations of this tree are offered to."""
+        assert isinstance(self._forest, LocalForest)
+        return self._forest.gate
+
     def _call_from_block(self, node: Envoy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``node`` for a block; the root of a tree decides whether it can."""
-        raise _unsupported(
-            f"{node.path} was called inside a block.",
-            current_worker(node.path).where(),
-            "runs no calls of modules from a block yet",
-            "Save the value and call the module after the trace",
-        )
+        """Call ``node`` for a block; a run serves only what its own call computes."""
+        return node._module(*args, **kwargs)
 
-    def __repr__(self) -> str:
-        return "\n".join(outline(self))
-
-    def _note_of(self, path: str) -> str:
-        """Return what `print` adds to the line of ``path``; asked of the root."""
-        return ""
+    def _call_with_hooks(self, node: Envoy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``node`` for a block, and serve what it computes to the others."""
+        assert isinstance(self._forest, LocalForest)
+        with self._forest.hooking():
+            return node._module(*args, **kwargs)
 
 
-def unknown(node: Envoy, name: str, wanted: str = "") -> UnknownLocationError:
-    """Return the error for a ``name`` that neither ``node`` nor its module knows.
-
-    Args:
-        node: The node that was asked.
-        name: The name as it was written.
-        wanted: What to look for near matches of, where that is not ``name``.
-    """
-    module = node._module
-    known = [*node._children, *module._parameters, *module._buffers, "output", "input", "inputs"]
-    near = difflib.get_close_matches(wanted or name, known, n=3)
-    shown = ", ".join(list(node._children)[:12]) or "no modules below it"
-    more = ", ..." if len(node._children) > 12 else ""
-    return UnknownLocationError(
-        explain(
-            f"{type(node).__name__} {node.path!r} ({type(module).__name__}) has no {name!r}.",
-            why=f"Near matches: {', '.join(near)}." if near else f"It has: {shown}{more}.",
-            todo="`print(model)` shows the whole tree.",
-        )
-    )
+def _callee(node: Envoy, fn: Callable[..., Any] | str | None) -> Callable[..., Any]:
+    if isinstance(fn, str):
+        return getattr(node._module, fn)
+    return node._module if fn is None else fn
 
 
-def _unsupported(what: str, where: Where | None, why: str, todo: str) -> NotSupportedError:
+def unsupported(what: str, where: Where | None, why: str, todo: str) -> NotSupportedError:
+    """Return the error for a part of the surface that an engine refuses."""
     return NotSupportedError(explain(what, where=where, why=f"This engine {why}.", todo=f"{todo}."))

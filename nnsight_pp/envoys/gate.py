@@ -33,3 +33,10 @@ class Gate:
         self.running: list[str] = []
         self.is_skipping = False
         self.open: dict[str, Calls] = {}
+
+    def close(self) -> None:
+        """Serve nothing any more, and forget the run."""
+        self.serve = None
+        self.is_skipping = False
+        self.running.clear()
+        self.open.clear()

@@ -77,6 +77,8 @@ class Source:
         return self._body.rewritten
 
     def __getattr__(self, name: str) -> SourceEnvoy:
+        if name in Source.__slots__:  # of a copy that is being made
+            raise AttributeError(name)
         number = self._body.rewritten.numbers.get(name)
         if number is None:
             near = difflib.get_close_matches(name, self.names, n=3)

@@ -10,6 +10,7 @@ from its caller: the module that holds it notes itself in `Gate.running` while i
 from __future__ import annotations
 
 import copy
+import warnings
 import weakref
 from types import MethodType
 from typing import TYPE_CHECKING, Any, final
@@ -51,11 +52,22 @@ def install_serve_points(modules: dict[str, torch.nn.Module], gate: Gate) -> Non
         if paths[id(module)][0] == path:
             point = module.__dict__.get("forward")
             if not isinstance(point, ServePoint):
+                if point is not None and module in _wrapped:
+                    warnings.warn(
+                        f"The `forward` of {path} was replaced after nnsight wrapped it: a model "
+                        "that was wrapped before serves its values only from now on.",
+                        UserWarning,
+                        stacklevel=2,
+                    )
                 point = ServePoint(module)
                 module.forward = point
+                _wrapped.add(module)
             holding = [one for one in paths[id(module)] if one in holders]
             point.show_to(gate, paths[id(module)], holding)
 
+
+# The modules that have been given a point, to tell one that has lost it from a new one.
+_wrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 _Pair = tuple[Location, Location]
 
@@ -104,35 +116,63 @@ class ServePoint:
         body: What runs while a gate looks on, once the module's `.source` was touched.
     """
 
-    __slots__ = ("__name__", "__wrapped__", "_module", "_views", "body")
+    __slots__ = ("__name__", "__weakref__", "_function", "_module", "_other", "_views", "body")
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-        # Also lets `inspect.signature` see the module's own signature (transformers looks at it).
-        self.__wrapped__: Callable[..., Any] = module.forward
-        self.__name__ = getattr(module.forward, "__name__", "forward")
+        # Weak, and the method unbound: the module holds this, and goes when its user drops it.
+        self._module = weakref.ref(module)
+        forward: Any = module.forward
+        is_own = getattr(forward, "__self__", None) is module
+        self._function: Any = getattr(forward, "__func__", None) if is_own else None
+        # What somebody else has put in place of the module's method.
+        self._other: Any = forward if self._function is None else None
+        self.__name__ = getattr(forward, "__name__", "forward")
         self.body: Body | None = None
         # Replaced, never changed: a tree may be collected while the module looks through it.
         self._views: tuple[_View, ...] = ()
 
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own forward.
+
+        Lets `inspect.signature` see the module's signature, too (transformers looks at it).
+        """
+        if self._function is None:
+            return self._other
+        return MethodType(self._function, self._held())
+
+    def _held(self) -> torch.nn.Module:
+        module = self._module()
+        if module is None:
+            raise ReferenceError("the module of this forward was dropped")
+        return module
+
     def show_to(self, gate: Gate, paths: list[str], holding: list[str]) -> None:
         """Offer the module's values to ``gate``, under ``paths``."""
-        view = _View(gate, self._drop)
-        view.see(paths, holding)
-        self._views = (*self._views, view)
+        point = weakref.ref(self)
 
-    def _drop(self, view: weakref.ref[Gate]) -> None:
-        self._views = tuple(one for one in self._views if one is not view)
+        def drop(view: weakref.ref[Gate]) -> None:
+            held = point()
+            if held is not None:
+                held._views = tuple(one for one in held._views if one is not view)
+
+        view = _View(gate, drop)
+        view.see(paths, holding)
+        others = (one for one in self._views if one() is not gate)
+        self._views = (*others, view)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for view in self._views:
             gate = view()
             if gate is not None and gate.serve is not None:
                 return self._served(args, kwargs)
-        return self.__wrapped__(*args, **kwargs)
+        if self._function is None:
+            return self._other(*args, **kwargs)
+        return self._function(self._module(), *args, **kwargs)
 
     def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entered: list[tuple[_View, Gate, Callable[[Location, Any], Any], Location]] = []
+        is_skipping = False
         try:
             for view in self._views:
                 gate = view()
@@ -142,7 +182,9 @@ class ServePoint:
                 into, out = view.enter(gate)
                 entered.append((view, gate, serve, out))
                 args, kwargs = serve(into, (args, kwargs))
-            if self.body is None and not any(gate.is_skipping for _, gate, _, _ in entered):
+                is_skipping = is_skipping or gate.is_skipping
+            # Only now: a block that was just served may have asked to look inside, or to skip.
+            if self.body is None and not is_skipping:
                 value = self.__wrapped__(*args, **kwargs)
             else:
                 offers = [Offer(gate, serve, out.path) for _, gate, serve, out in entered]
@@ -165,13 +207,14 @@ class ServePoint:
         return run_offered(self.body, offers, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        module = copy.deepcopy(self._module, memo)
+        module = copy.deepcopy(self._held(), memo)
         return _forward_of(self.__wrapped__, module)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if _is_of_class(self.__wrapped__, self._module):
+        module = self._held()
+        if _is_of_class(self.__wrapped__, module):
             # A copy finds it on its class, which is all there is of it when this is read back.
-            return getattr, (self._module, "forward")
+            return getattr, (module, "forward")
         return _itself, (self.__wrapped__,)
 
 

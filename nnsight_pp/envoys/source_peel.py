@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import weakref
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -61,7 +62,7 @@ def body_of(called: Any, module: torch.nn.Module | None = None) -> Body:
     layers: list[Layer] = []
     if module is not None and "_old_forward" in vars(module) and hasattr(module, "_hf_hook"):
         called = module._old_forward
-        layers.append(functools.partial(_hooked, module))
+        layers.append(functools.partial(_hooked, weakref.ref(module)))
     while not isinstance(called, FunctionType):
         called, layer = _without_layer(called)
         layers.append(layer)
@@ -83,15 +84,14 @@ def _without_layer(called: Any) -> tuple[Any, Layer]:
             "Use the `.source` of the submodule.",
         )
     if isinstance(called, MethodType):
-        owner = called.__self__
-        return called.__func__, lambda function: MethodType(function, owner)
+        return called.__func__, functools.partial(_of_owner, _reference(called.__self__))
     if isinstance(called, functools.partial):
         args, named = called.args, called.keywords
         return called.func, lambda function: functools.partial(function, *args, **named)
     own = inspect.getattr_static(type(called), "__call__", None)
     if isinstance(own, FunctionType) and not isinstance(called, type):
         _refuse_compiled(called)
-        return own, lambda function: MethodType(function, called)
+        return own, functools.partial(_of_owner, lambda: called)
     name = getattr(called, "__qualname__", None) or type(called).__name__
     raise not_available(
         f"{name} has no readable source.",
@@ -100,11 +100,24 @@ def _without_layer(called: Any) -> tuple[Any, Layer]:
     )
 
 
-def _hooked(module: torch.nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+def _reference(owner: Any) -> Callable[[], Any]:
+    """Return what gives ``owner`` back; weak for a module, which holds its own body."""
+    return weakref.ref(owner) if isinstance(owner, torch.nn.Module) else lambda: owner
+
+
+def _of_owner(owner: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    return MethodType(function, owner())
+
+
+def _hooked(
+    reference: Callable[[], torch.nn.Module | None], function: Callable[..., Any]
+) -> Callable[..., Any]:
     """Put accelerate's hook around ``function`` as its own wrapper of `forward` does.
 
     Source: accelerate 1.x hooks.py:add_hook_to_module.
     """
+    module = reference()
+    assert module is not None
     hook: Any = module._hf_hook
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -275,18 +275,21 @@ def _compiled(node: FunctionNode, like: CodeType) -> CodeType:
     """Compile ``node`` where it finds the free variables of ``like``, and `OPS`.
 
     A method is compiled in a class of the same name, which gives it `__class__` and the private
-    names of that class; around it, the name of the class means what it meant.
+    names of that class. What is defined on the way to it means what it meant before.
     """
     holder = _holder(like.co_qualname)
     free = [OPS, *like.co_freevars]
     inside: ast.stmt = ast.Expr(node) if isinstance(node, ast.Lambda) else node
-    within = [inside]
+    bound = holder or ("" if isinstance(node, ast.Lambda) else node.name)
     if holder:
         free = [name for name in free if name != "__class__"]
         kind = ast.parse(f"class {holder}: pass").body[0]
         assert isinstance(kind, ast.ClassDef)
         kind.body = [inside]
-        within = [(ast.Nonlocal if holder in free else ast.Global)([holder]), kind]
+        inside = kind
+    within: list[ast.stmt] = [inside]
+    if bound:
+        within.insert(0, (ast.Nonlocal if bound in free else ast.Global)([bound]))
     module = ast.parse(f"def outer({', '.join(free)}):\n def maker(): pass")
     maker = module.body[0].body[0]  # type: ignore[attr-defined]
     maker.body = within

@@ -12,6 +12,7 @@ import linecache
 from typing import TYPE_CHECKING, Any
 
 from nnsight_pp.errors import SourceNotAvailable, explain
+from nnsight_pp.trace.capture import source_lines
 from nnsight_pp.trace.loaded import is_as_loaded
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def function_node(function: FunctionType) -> tuple[FunctionNode, list[str]]:
     """
     code = function.__code__
     filename = code.co_filename
-    lines = linecache.getlines(filename, function.__globals__)
+    lines = linecache.getlines(filename, function.__globals__) or source_lines(filename)
     tree = _tree_of(filename, lines)
     node = None if tree is None else _node_of(code, tree)
     if node is None:

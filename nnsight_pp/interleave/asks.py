@@ -8,7 +8,15 @@ Note [Errors that one stage sees alone]
     A local ask that is never served, a write that does not fit, or an answer that another stage
     cannot send is raised on one stage only. If the block catches it, that stage goes another way
     than the others, so the worker remembers the first such error and ends with it even when it was
-    caught. An error that every stage raises at the same line (order, unknown names) may be caught.
+    caught. From then on the numbers of its asks mean nothing to the others: it neither publishes
+    nor pulls, as stages with different numbers could wait for each other. An error that every stage
+    raises at the same line (order, unknown names) may be caught.
+
+Note [A wait for a call closes the visit]
+    A call of a module on another stage does not end the visit that is open, but a wait for its
+    result may have to park, and then the model goes on. Edits of the visited value made after that
+    would be lost on this number of stages and land on another: they are found by the value's
+    version when the visit would have ended, and refused.
 """
 
 from __future__ import annotations
@@ -17,25 +25,27 @@ from typing import TYPE_CHECKING, Any, final
 
 from greenlet import getcurrent
 
-from nnsight_pp.core.ask import AskKey, Pull, Read, Step, Write
+from nnsight_pp.core.ask import AskKey, Join, Pull, Read, Step, Write
 from nnsight_pp.core.location import RESULT, Location, Visit
-from nnsight_pp.core.protocols import DeferredError, RemoteValue
+from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.tree import map_leaves
-from nnsight_pp.errors import OutOfOrderError, OutsideTraceError, ParkRefusedError, explain
+from nnsight_pp.errors import (
+    NotSupportedError,
+    OutsideTraceError,
+    explain,
+)
+from nnsight_pp.interleave.order import Order
 from nnsight_pp.interleave.parked import Parked
 from nnsight_pp.interleave.remote import RemoteAsk
-from nnsight_pp.interleave.unwind import loop_warning, out_of_order
-from nnsight_pp.interleave.worker import Mark, Memo, Worker
+from nnsight_pp.interleave.unwind import loop_warning, park_refused
+from nnsight_pp.interleave.worker import ClosedEarly, Memo, Worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from nnsight_pp.core.ask import Ask
-    from nnsight_pp.core.protocols import Link, Owners, Pending, Switch
+    from nnsight_pp.core.protocols import Link, Owners, Surface, Switch
     from nnsight_pp.interleave.clock import Clock
-
-# Sorts behind every stage: after the result of a request nothing can be asked for.
-_BEHIND_ALL = 1 << 30
 
 
 @final
@@ -59,23 +69,34 @@ class Asks:
         self.where = where
         self.link = link
         self.parked = Parked()
-        # Requests whose last step is over: their pulls may be waited for in place.
-        self.finishing: set[str] = set()
-        self._switch = switch
+        self.order = Order(clock, stage=stage, owners=owners, where=where)
+        self.finishing = self.order.finishing
+        self.alone = self.order.alone
+        self.too_late = self.order.too_late
+        # What only a model of this process offers to its blocks; None on an engine.
+        self.surface: Surface | None = None
+        # Who waits at a barrier, and who has been let through and waits for a turn.
+        self.waiting: dict[int, list[Worker]] = {}
+        self.released: list[Worker] = []
+        # Whether a worker may park inside a torch call.
+        self.may_park_in_torch = switch.may_park_in_torch
         self._owners = owners
         self._make_lazy = make_lazy
         self._snapshot = snapshot
-        self._position_of = None if owners is None else owners.position_of
 
     def read(self, worker: Worker, location: Location) -> Any:
         """Return the value of ``location`` at the worker's step, parking until it is there."""
         memo = worker.memo
         if memo is not None and memo.location == location and memo.step == worker.step:
+            if worker.visit is not None and worker.visit.has_views:
+                value = self._settled(worker)
+                worker.memo = Memo(location, worker.step, value, memo.is_here)
+                return value
             return memo.value
         owner, visit = self._ask(worker, location)
         number = worker.next_number(location, visit)
         if owner is None or owner == self.stage:
-            value = self._park(worker, Read(number, location, visit))
+            value = self.park(worker, Read(number, location, visit))
         else:
             assert self._make_lazy is not None
             value = self._make_lazy(RemoteAsk(self, worker, number, owner, location, visit))
@@ -95,7 +116,7 @@ class Asks:
             is_here = owner is None or owner == self.stage
             if is_here:
                 value = self._here(worker, value)
-                self._park(worker, Write(number, location, visit, value))
+                self.park(worker, Write(number, location, visit, value))
         worker.memo = Memo(location, worker.step, value, is_here)
 
     def call(self, worker: Worker, path: str, arguments: Any, run: Callable[[Any], Any]) -> Any:
@@ -114,11 +135,10 @@ class Asks:
             assert self._make_lazy is not None
             ask = RemoteAsk(self, worker, number, owner, location, worker.step, "call")
             return self._make_lazy(ask)
-        arguments = self._here(worker, arguments)
         try:
-            result = run(arguments)
+            result = _run(worker, self._here(worker, arguments, at=number), run)
         except Exception as error:
-            self.alone(worker, error)
+            self.alone(worker, error, at=number)
             raise
         self.publish(worker, number, location, result)
         return result
@@ -133,9 +153,36 @@ class Asks:
 
     def publish(self, worker: Worker, number: int, location: Location, value: Any) -> None:
         """Make the answer to ask ``number`` available to the other stages, as it is now."""
-        if self.link is not None and location != RESULT:
+        if self.link is not None and location != RESULT and worker.unshared is None:
             key = AskKey(worker.request, number)
             self.link.publish(key, location, self._snapshot(value))
+
+    def surface_for(self, worker: Worker, name: str) -> Surface:
+        """Return what a model of this process offers beside its values.
+
+        Raises:
+            NotSupportedError: The blocks run on an engine; ``name`` says what was called.
+        """
+        if self.surface is None:
+            raise NotSupportedError(
+                explain(
+                    f"{name} was called.",
+                    where=worker.where(),
+                    why="It works beside the forward of a model of this process, not on an engine, "
+                    "nor beside a backward pass.",
+                    todo="Leave it out, or run the block on a local model.",
+                    ran=self.where,
+                )
+            )
+        return self.surface
+
+    def join(self, worker: Worker, barrier: object, count: int) -> None:
+        """Wait until ``count`` workers have come to ``barrier``; they go on in that order."""
+        arrived = self.waiting.setdefault(id(barrier), [])
+        arrived.append(worker)
+        if len(arrived) >= count:
+            self.released.extend(self.waiting.pop(id(barrier)))
+        self.park(worker, Join(barrier))
 
     def has_gate(self, worker: Worker) -> bool:
         """Whether steps are opened one by one, so that a loop over them waits for each."""
@@ -152,57 +199,10 @@ class Asks:
     def restore_step(self, worker: Worker, step: int) -> None:
         """Pin ``worker`` to ``step`` again when a loop is over, without waiting for it.
 
-        It runs in the ``finally`` of a generator, where an exception would be lost: it never
-        raises, and leaves the open visit to the next ask.
+        It runs in the ``finally`` of a generator, so it must not raise: the visit stays open.
         """
         worker.is_relaxed = False
         worker.step = step
-
-    def pull(self, worker: Worker, ask: RemoteAsk, picks: Sequence[Any], in_torch: bool) -> Any:
-        """Return another stage's answer, with ``picks`` applied there.
-
-        Args:
-            worker: The worker that forces the value.
-            ask: What was asked.
-            picks: Index steps that the owner applies before it sends.
-            in_torch: Whether torch's own frames stand between the caller and the block.
-        """
-        if worker.has_ended or not worker.is_current:
-            raise OutsideTraceError(
-                explain(
-                    f"The remote value {ask.visit} was used outside of its trace.",
-                    why="A value of another stage can be brought only while its block runs.",
-                    todo="Save it with `.save()`, and use it after the trace.",
-                )
-            )
-        assert self.link is not None
-        opened = self.clock.opened(worker.request)
-        is_over = worker.request in self.finishing or (opened is not None and ask.step < opened)
-        in_place = is_over or ask.owner < self.stage or ask.kind == "constant"
-        if not in_place and in_torch and not self._switch.may_park_in_torch:
-            raise worker.alone(self._park_refused(worker, ask))
-        key = AskKey(worker.request, ask.number)
-        link = self.link
-
-        def again(is_last: bool) -> Pending:
-            kind = f"last {ask.kind}" if is_last and ask.kind == "call" else ask.kind
-            return link.pull(key, ask.owner, ask.location, ask.step, picks, kind)
-
-        pending: Pending | None = again(worker.request in self.finishing)
-        if in_place:
-            try:
-                return pending.wait()
-            except DeferredError:
-                pending = None
-                worker.held_up = ask.visit
-            except Exception as error:
-                worker.alone(error, is_echo=True)
-                raise
-            if in_torch and not self._switch.may_park_in_torch:
-                raise worker.alone(self._park_refused(worker, ask))
-        return self._park(worker, Pull(ask.location, ask.step, pending, again))
-
-    # -- the rules -----------------------------------------------------------------------------
 
     def _ask(self, worker: Worker, location: Location) -> tuple[int | None, int]:
         """Pass the step gate, check the order, leave the open visit; return owner and visit.
@@ -211,62 +211,31 @@ class Asks:
         """
         if location == RESULT:
             self._leave(worker)
-            worker.mark = Mark(worker.mark.step, _BEHIND_ALL, 0)
+            self.order.end(worker)
             return None, self.clock.target(worker, location)
         owner = None if self._owners is None else self._owners.owner_of(location)
         self._enter_step(worker)
         visit = self.clock.target(worker, location)
-        opened = self.clock.opened(worker.request)
-        if opened is not None and visit < opened:
-            raise self.too_late(worker, location, visit)
-        if owner is not None:
-            self._check_order(worker, location, visit, owner)
-        # Last, as only the owner can tell.
-        if owner is None or owner == self.stage:
-            self._check_not_passed(worker, location, visit)
+        self.order.check(worker, location, visit, owner)
         self._leave(worker)
         return owner, visit
 
-    def _check_not_passed(self, worker: Worker, location: Location, visit: int) -> None:
-        is_late = self.has_gate(worker) and worker.request in self.finishing
-        if is_late or self.clock.has_passed(worker, location, visit):
-            raise self.alone(worker, self.too_late(worker, location, visit), at=worker.asked)
-
-    def _check_order(self, worker: Worker, location: Location, visit: int, owner: int) -> None:
-        """Refuse a step backwards; note how far the worker is now.
-
-        Where the places of both are known, every number of stages refuses the same asks at once, so
-        the block may catch it. Else whether it is refused at once depends on how the model is cut.
-        """
-        position = None if self._position_of is None else self._position_of(location)
-        mark = worker.mark
-        if mark.stage == _BEHIND_ALL:
-            why = "The result is the last thing that a block can ask for."
-            raise out_of_order(worker, Visit(location, visit), self.where, why)
-        if mark.step == visit:
-            known = None if position is None or mark.position is None else position - mark.position
-            if owner < mark.stage:
-                why = (
-                    f"It belongs to stage {owner}, and the block has already asked stage "
-                    f"{mark.stage} in this step. A block must ask for values in the order in which "
-                    "the model computes them."
-                )
-                error = out_of_order(worker, Visit(location, visit), self.where, why)
-                raise error if known is not None else self.alone(worker, error, at=worker.asked)
-            if owner == mark.stage and known is not None and known <= 0:
-                raise self.too_late(worker, location, visit)
-        worker.mark = Mark(visit, owner, position)
-
     def _enter_step(self, worker: Worker) -> None:
         opened = self.clock.opened(worker.request)
-        if opened is None or worker.step <= opened:
-            return
-        if worker.request in self.finishing:
-            raise loop_warning(worker, f"step {worker.step}")
-        self._park(worker, Step(worker.step))
+        if opened is not None and worker.step > opened:
+            if worker.request in self.finishing:
+                raise loop_warning(worker, f"step {worker.step}")
+            worker.held_up = worker.held_up if worker.unshared else None  # it has caught up
+            self.park(worker, Step(worker.step))
+        worker.reached = max(worker.reached, worker.step)
 
     def _leave(self, worker: Worker) -> None:
         """Close the worker's open visit: its edits so far land, later ones do not."""
+        self.order.check_no_late_edit(worker)
+        worker.closed_early = None
+        self._commit(worker)
+
+    def _commit(self, worker: Worker) -> None:
         visit, worker.visit = worker.visit, None
         if visit is not None:
             try:
@@ -275,14 +244,39 @@ class Asks:
                 self.alone(worker, error)
                 raise
 
-    def _park(self, worker: Worker, ask: Ask) -> Any:
+    def park(self, worker: Worker, ask: Ask) -> Any:
+        """Give the turn to the model until it, or another stage, answers ``ask``."""
         if getcurrent() is not worker._greenlet:
             raise OutsideTraceError(f"{ask} was made by something that is not its worker")
-        self._leave(worker)
+        if not self.may_park_in_torch and worker.is_inside_torch():
+            raise self.alone(worker, park_refused(worker, str(ask), self.where))
+        if worker.is_calling:
+            raise self.alone(worker, park_refused(worker, str(ask), self.where))
+        if isinstance(ask, Pull):
+            self._leave_early(worker, ask)
+        else:
+            self._leave(worker)
         worker.ask = ask
         if isinstance(ask, (Read, Write)):
             self.parked.add(ask.location, worker)
         return worker.hand_over()
+
+    def _leave_early(self, worker: Worker, ask: Pull) -> None:
+        visit, memo = worker.visit, worker.memo
+        self._commit(worker)
+        if visit is not None and memo is not None:
+            visit.watch_edits()
+            edited = Visit(memo.location, memo.step)
+            worker.closed_early = ClosedEarly(visit, edited, Visit(ask.location, ask.step))
+
+    def _settled(self, worker: Worker) -> Any:
+        """Return the value of the open visit with the edits of its views in it."""
+        assert worker.visit is not None
+        try:
+            return worker.visit.settle()
+        except Exception as error:
+            self.alone(worker, error)
+            raise
 
     def _assign(self, worker: Worker, location: Location, value: Any) -> Any:
         """Replace the value of the visit that is open here; return it with nothing remote in it."""
@@ -296,7 +290,7 @@ class Asks:
             raise
         return value
 
-    def _here(self, worker: Worker, value: Any) -> Any:
+    def _here(self, worker: Worker, value: Any, *, at: int | None = None) -> Any:
         """Return ``value`` with every remote leaf brought to this rank."""
         try:
             return map_leaves(
@@ -304,35 +298,18 @@ class Asks:
                 lambda leaf: leaf._real_value() if issubclass(type(leaf), RemoteValue) else leaf,
             )
         except Exception as error:
-            self.alone(worker, error)
+            self.alone(worker, error, at=at)
             raise
 
-    # -- the errors ----------------------------------------------------------------------------
 
-    def alone(self, worker: Worker, error: Exception, *, at: int | None = None) -> Exception:
-        """Note that ``error`` is raised on this stage only (where stages are a notion at all)."""
-        return error if self._owners is None else worker.alone(error, at=at)
-
-    def too_late(self, worker: Worker, location: Location, visit: int) -> OutOfOrderError:
-        """Return the error for an ask that nothing will answer any more."""
-        late = worker.held_up
-        if late is None or late.number != visit:
-            return out_of_order(worker, Visit(location, visit), self.where)
-        why = (
-            f"The block waited here for {late}, which its stage could run only after the step: it "
-            "uses a value of a later stage. Use the result later in the block, or in a second "
-            "trace."
-        )
-        return out_of_order(worker, Visit(location, visit), self.where, why)
-
-    def _park_refused(self, worker: Worker, ask: RemoteAsk) -> ParkRefusedError:
-        return ParkRefusedError(
-            explain(
-                f"{ask.visit} belongs to a later stage and was used inside a torch call.",
-                where=worker.where(),
-                why="The worker would have to park inside torch, and the exchange of torch's "
-                "thread-local state is off (NNSIGHT_PP_TLS_SWAP=0) or not complete on this torch.",
-                todo="Unset NNSIGHT_PP_TLS_SWAP, or use the value one step later.",
-                ran=self.where,
-            )
-        )
+def _run(worker: Worker, arguments: Any, run: Callable[[Any], Any]) -> Any:
+    """Run a call. It runs on this rank alone: what it draws, no other rank draws."""
+    worker.is_calling = True
+    randomness = worker.randomness
+    kept = None if randomness is None else randomness.kept()
+    try:
+        return run(arguments)
+    finally:
+        worker.is_calling = False
+        if randomness is not None and kept is not None:
+            randomness.restore(kept)

@@ -26,7 +26,8 @@ Note [Calls may be deferred]
     step is closed there, a pull of a call that has not run is answered "deferred": the puller's
     worker stays parked and asks again at its next safe point. Until the owner opens the next step
     its worker does not move, so the answer does not depend on timing. When the request is over the
-    pull waits: the owner runs the block to its end, and asks come in the same order everywhere.
+    pull waits: the owner runs the block to its end, and asks come in the same order everywhere, so
+    who waits for ask n waits for somebody who needs only asks below n.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from nnsight_pp.core.ask import Pull, Read, Step, Write
-from nnsight_pp.core.location import RESULT, Location, Visit
+from nnsight_pp.core.ask import Join, Pull, Read, Step, Write
+from nnsight_pp.core.location import RESULT, Location
 from nnsight_pp.core.protocols import DeferredError
 from nnsight_pp.core.rows import WholeCut
 from nnsight_pp.core.tree import map_leaves
+from nnsight_pp.errors import EarlyStopException, OutOfOrderError
 from nnsight_pp.interleave.asks import Asks
 from nnsight_pp.interleave.clock import Clock, StepClock, VisitClock
 from nnsight_pp.interleave.unwind import unwind
@@ -99,6 +101,8 @@ class Interleaver:
         # Only one of the two clocks counts visits; the other is spared the call.
         self._passed = clock.passed if isinstance(clock, VisitClock) else None
         self._workers: dict[str, list[Worker]] = {}
+        # Called with the value of a location once all workers have had it.
+        self.observers: dict[Location, list[Callable[[Any], None]]] = {}
         # The first worker that ended by an exception, until its request is dropped.
         self.failed: Worker | None = None
 
@@ -117,7 +121,19 @@ class Interleaver:
         """
         workers = self._parked.at(location)
         if workers is not None:
-            for worker in tuple(workers):
+            value = self._serve_all(location, value, tuple(workers))
+        if self.observers:
+            for observe in self.observers.get(location, ()):
+                observe(value)
+        if self._passed is not None:
+            self._passed(location)
+        return value
+
+    def _serve_all(self, location: Location, value: Any, workers: tuple[Worker, ...]) -> Any:
+        """Serve ``workers``, then those that one of them has brought here (by a barrier)."""
+        served: list[Worker] = []
+        while workers:
+            for worker in workers:
                 ask = worker.ask
                 if (
                     isinstance(ask, (Read, Write))
@@ -126,8 +142,9 @@ class Interleaver:
                     and ask.visit == self.clock.now(worker, location)
                 ):
                     value = self._hand(worker, ask, value)
-        if self._passed is not None:
-            self._passed(location)
+            served.extend(workers)
+            left = self._parked.at(location)
+            workers = () if left is None else tuple(one for one in left if one not in served)
         return value
 
     def is_wanted(self, location: Location) -> bool:
@@ -168,7 +185,6 @@ class Interleaver:
                     value = ask.pending.wait()
                 except DeferredError:
                     ask.pending = None
-                    worker.held_up = Visit(ask.location, ask.step)
                     if not is_last:
                         break
                 except Exception as error:
@@ -238,7 +254,7 @@ class Interleaver:
         self._resume(worker, answer)
         if worker.visit is visit:  # it ended without asking for anything else
             worker.visit = None
-            if worker.error is None:
+            if worker.error is None or isinstance(worker.error, EarlyStopException):
                 try:
                     visit.commit()
                 except Exception as error:
@@ -260,21 +276,37 @@ class Interleaver:
     def _unpark(self, worker: Worker) -> None:
         if isinstance(worker.ask, (Read, Write)):
             self._parked.remove(worker.ask.location, worker)
+        elif isinstance(worker.ask, Join):
+            arrived = self.asks.waiting.get(id(worker.ask.barrier), [])
+            if worker in arrived:
+                arrived.remove(worker)
         worker.ask = None
 
     def _resume(self, worker: Worker, value: Any) -> None:
-        self._unpark(worker)
-        self._switch.switch(worker.slot, worker.greenlet, (value,))
-        if worker.has_ended:
-            self._ended(worker)
+        self._turn(worker, self._switch.switch, (value,))
+        released = self.asks.released
+        while released:
+            self._resume(released.pop(0), None)
 
     def _throw(self, worker: Worker, error: BaseException) -> None:
+        self._turn(worker, self._switch.throw, error)
+
+    def _turn(self, worker: Worker, step: Callable[[Any, Any, Any], Any], argument: Any) -> None:
         self._unpark(worker)
-        self._switch.throw(worker.slot, worker.greenlet, error)
+        if worker.randomness is None:
+            step(worker.slot, worker.greenlet, argument)
+        else:
+            with worker.randomness:
+                step(worker.slot, worker.greenlet, argument)
         if worker.has_ended:
             self._ended(worker)
 
     def _ended(self, worker: Worker) -> None:
+        if worker.error is None:
+            try:
+                self.asks.order.check_no_late_edit(worker)
+            except OutOfOrderError as error:
+                worker.error = error
         if worker.error is None:
             return
         self.failed = self.failed or worker

@@ -1,14 +1,25 @@
-"""One ask that another stage answers, as its lazy value holds it."""
+"""One ask that another stage answers, as its lazy value holds it, and how its answer is brought.
+
+What may be waited for in place, and what parks the worker, is the rule of Note [A rank waits only
+for answers that exist] in `interleave.interleaver`.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
+from nnsight_pp.core.ask import AskKey, Pull
 from nnsight_pp.core.location import Location, Visit
+from nnsight_pp.core.protocols import DeferredError
+from nnsight_pp.core.report import PullRecord
+from nnsight_pp.errors import OutsideTraceError, ValueUnavailableError, explain
+from nnsight_pp.interleave.unwind import park_refused
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nnsight_pp.core.protocols import Pending
+    from nnsight_pp.errors import Where
     from nnsight_pp.interleave.asks import Asks
     from nnsight_pp.interleave.worker import Worker
 
@@ -50,9 +61,97 @@ class RemoteAsk:
         """Return the owner's answer, with ``picks`` applied by the owner.
 
         Waits in place for an earlier stage or an earlier step; parks the worker for a later
-        stage's value of this step.
+        stage's value of this step, and for a call that its owner could not run yet.
+
+        Args:
+            picks: Index steps that the owner applies before it sends.
+            in_torch: Whether torch's own frames stand between the caller and the block.
         """
-        return self._asks.pull(self._worker, self, picks, in_torch)
+        worker, asks = self._worker, self._asks
+        self._check_is_on()
+        link = asks.link
+        assert link is not None
+        key = AskKey(worker.request, self.number)
+        asked: list[Pending] = []
+
+        def again(is_last: bool) -> Pending:
+            kind = f"last {self.kind}" if is_last and self.kind == "call" else self.kind
+            asked.append(link.pull(key, self.owner, self.location, self.step, picks, kind))
+            return asked[-1]
+
+        where = worker.where()
+        is_in_place = self._is_in_place()
+        if not is_in_place:
+            self._check_may_park(in_torch)
+        pending: Pending | None = again(worker.request in asks.finishing)
+        if is_in_place:
+            try:
+                value = pending.wait()
+            except DeferredError:
+                pending = None
+            except Exception as error:
+                worker.alone(error, is_echo=True)
+                raise
+            else:
+                self._note(where, asked)
+                return value
+            self._check_may_park(in_torch)
+        if self.kind == "call":
+            worker.held_up = self.visit
+        value = asks.park(worker, Pull(self.location, self.step, pending, again))
+        self._note(where, asked)
+        return value
+
+    def _check_is_on(self) -> None:
+        worker = self._worker
+        if worker.is_current and worker.unshared is not None:
+            raise ValueUnavailableError(
+                explain(
+                    f"{self.visit} cannot be brought from stage {self.owner} any more.",
+                    where=worker.where(),
+                    why="The block caught an error that only this stage has seen, so the stages no "
+                    "longer run the same lines.",
+                    todo="Do not catch that error.",
+                    ran=self._asks.where,
+                )
+            )
+        if worker.has_ended or not worker.is_current:
+            raise OutsideTraceError(
+                explain(
+                    f"The remote value {self.visit} was used outside of its trace.",
+                    why="A value of another stage can be brought only while its block runs.",
+                    todo="Save it with `.save()`, and use it after the trace.",
+                )
+            )
+
+    def _is_in_place(self) -> bool:
+        """Whether the answer exists by now, on a stage that needs nothing of this one."""
+        worker, asks = self._worker, self._asks
+        if worker.request in asks.finishing or self.kind == "constant":
+            return True
+        opened = asks.clock.opened(worker.request)
+        return self.owner < asks.stage or (opened is not None and self.step < opened)
+
+    def _check_may_park(self, in_torch: bool) -> None:
+        if in_torch and not self._asks.may_park_in_torch:
+            refused = park_refused(self._worker, str(self.visit), self._asks.where)
+            raise self._worker.alone(refused)
+
+    def _note(self, where: Where | None, asked: Sequence[Pending]) -> None:
+        """Add what this pull has cost to the worker's records."""
+        pulls = self._worker.pulls
+        filename, line = ("", 0) if where is None else (where.filename, where.line)
+        place = self.owner, self.location, line
+        before = pulls.get(place)
+        pulls[place] = PullRecord(
+            self.owner,
+            str(self.location),
+            filename,
+            line,
+            (before.num_pulls if before else 0) + 1,
+            (before.bytes_received if before else 0) + sum(one.bytes_received for one in asked),
+            (before.waited_s if before else 0.0) + sum(one.waited_s for one in asked),
+        )
 
     def echo(self, error: Exception) -> None:
         """Note that ``error`` comes late: the owner raised it at the line that meant it."""

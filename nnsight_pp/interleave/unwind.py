@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nnsight_pp.core.ask import Pull, Read, Step, Write
+from nnsight_pp.core.ask import Join, Pull, Read, Step, Write
 from nnsight_pp.core.location import Visit
-from nnsight_pp.errors import OutOfOrderError, explain
+from nnsight_pp.errors import BarrierError, OutOfOrderError, ParkRefusedError, explain
 from nnsight_pp.interleave.worker import LoopCut
 
 if TYPE_CHECKING:
@@ -41,10 +41,44 @@ def loop_warning(worker: Worker, what: str) -> LoopCut:
     where = worker.where()
     line = f" at {where.filename}:{where.line}" if where else ""
     worker.warnings.append(
-        f"A loop asked for {what}{line}, which the run never reached: it ended earlier. "
+        f"A loop asked for {what}{line}, which was never reached: the run ended earlier. "
         "What was saved until then is kept; the statements after the loop did not run."
     )
     return LoopCut(what)
+
+
+def never_filled(worker: Worker, barrier: object, ran: str) -> BarrierError:
+    """Return the error for a block that waits at a barrier for others that never come."""
+    return BarrierError(
+        explain(
+            f"{barrier} was never reached by every block that it waits for.",
+            where=worker.where(),
+            why="A barrier opens when as many blocks as it was made for have called it.",
+            todo="Make it for the number of blocks that call it: `tracer.barrier(n)`.",
+            ran=f"request {worker.request} | {ran}" if ran else "",
+        )
+    )
+
+
+def park_refused(worker: Worker, what: str, ran: str) -> ParkRefusedError:
+    """Return the error for a park where the worker's stack must not be left."""
+    if worker.is_calling:
+        why = "A module that is called from a block runs to its end: it is handed values, and what "
+        why += "they hold was not found in time."
+        todo = "Hand the module tensors, or lists, tuples and dicts of tensors."
+    else:
+        why = "The worker would have to park inside torch, and the exchange of torch's "
+        why += "thread-local state is off (NNSIGHT_PP_TLS_SWAP=0) or not complete on this torch."
+        todo = "Unset NNSIGHT_PP_TLS_SWAP, or use the value one step later."
+    return ParkRefusedError(
+        explain(
+            f"{what} is not here yet and was used inside a torch call.",
+            where=worker.where(),
+            why=why,
+            todo=todo,
+            ran=ran,
+        )
+    )
 
 
 def unwind(worker: Worker, throw: Callable[[Worker, BaseException], None], ran: str) -> None:
@@ -57,6 +91,8 @@ def unwind(worker: Worker, throw: Callable[[Worker, BaseException], None], ran: 
             throw(worker, loop_warning(worker, f"step {ask.step}"))
         elif isinstance(ask, Pull):
             throw(worker, out_of_order(worker, Visit(ask.location, ask.step), ran))
+        elif isinstance(ask, Join):
+            throw(worker, never_filled(worker, ask.barrier, ran))
         elif isinstance(ask, (Read, Write)):
             visit = Visit(ask.location, ask.visit)
             if worker.loop_depth and ask.visit > 0:

@@ -6,10 +6,27 @@ else, parks or ends. Edits made in that window reach the model; later ones do no
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
+
+import torch
+
+from nnsight_pp.core.tree import leaves
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nnsight_pp.core.protocols import Cut
+
+
+class View(NamedTuple):
+    """What a block was shown in place of a value, and how its edits go back into that."""
+
+    name: object
+    owner: object
+    shown: Any
+    # The version that ``shown`` had, or None where only the way back can tell.
+    mark: int | None
+    put_back: Callable[[Any], Any]
 
 
 @final
@@ -21,7 +38,16 @@ class OpenVisit:
         cut: How this request sees it.
     """
 
-    __slots__ = ("_cut", "_is_assigned", "_is_given", "_marks", "_served", "live")
+    __slots__ = (
+        "_cut",
+        "_is_assigned",
+        "_is_given",
+        "_marks",
+        "_served",
+        "_views",
+        "_watched",
+        "live",
+    )
 
     def __init__(self, live: Any, cut: Cut) -> None:
         self.live = live
@@ -30,6 +56,8 @@ class OpenVisit:
         self._marks: Any = None
         self._is_given = False
         self._is_assigned = False
+        self._views: list[View] | None = None
+        self._watched: list[tuple[Any, int]] = []
 
     def give(self) -> Any:
         """Return the request's share of the value; the same object each time."""
@@ -49,10 +77,73 @@ class OpenVisit:
         self._served = value
         self._is_given = self._is_assigned = True
 
+    def watch(
+        self,
+        name: object,
+        owner: object,
+        shown: Any,
+        mark: int | None,
+        put_back: Callable[[Any], Any],
+    ) -> None:
+        """Remember that the block was shown ``shown``: its edits go back when the visit is over.
+
+        Args:
+            name: Which view it is.
+            owner: The node on which it was read.
+            shown: What the block holds.
+            mark: The version that it has now, where it counts its edits.
+            put_back: Turns the value into one with the view's edits.
+        """
+        self._views = [*(self._views or ()), View(name, owner, shown, mark, put_back)]
+
+    def view_of(self, name: object, owner: object) -> tuple[Any] | None:
+        """Return what the block was shown as ``name``, in a tuple, or None."""
+        for view in self._views or ():
+            if view.name is name and view.owner is owner:
+                return (view.shown,)
+        return None
+
+    @property
+    def has_views(self) -> bool:
+        """Whether the block holds views whose edits are still to go back."""
+        return self._views is not None
+
+    def settle(self) -> Any:
+        """Put the edits of the block's views into the value, and return it."""
+        views, self._views = self._views, None
+        for view in views or ():
+            if view.mark is None or view.shown._version != view.mark:
+                self.assign(view.put_back(self.give()))
+        return self.give()
+
     def commit(self) -> None:
         """Put the worker's edits into `live`."""
+        if self._views is not None:
+            self.settle()
         if self._is_given:
             self.live = self._cut.put(
                 self.live, self._served, self._marks, assigned=self._is_assigned
             )
             self._is_given = self._is_assigned = False
+
+    def watch_edits(self) -> None:
+        """Remember the value as it is now, after a `commit`."""
+        self._watched = _versions(self._served)
+
+    def was_edited_since(self) -> bool:
+        """Whether the value was edited in place since `watch_edits`."""
+        now = _versions(self._served)
+        return len(now) != len(self._watched) or any(
+            leaf is not old or version != before
+            for (leaf, version), (old, before) in zip(now, self._watched, strict=True)
+        )
+
+
+def _versions(value: Any) -> list[tuple[Any, int]]:
+    """Return each leaf with the number of its edits, where it counts them."""
+    return [
+        (leaf, leaf._version)
+        if isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+        else (leaf, 0)
+        for leaf in leaves(value)
+    ]

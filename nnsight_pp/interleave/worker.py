@@ -26,8 +26,14 @@ if TYPE_CHECKING:
     from nnsight_pp.core.ask import Ask
     from nnsight_pp.core.location import Location, Visit
     from nnsight_pp.core.protocols import Cut
+    from nnsight_pp.core.report import PullRecord
     from nnsight_pp.interleave.asks import Asks
+    from nnsight_pp.interleave.randomness import Randomness
     from nnsight_pp.interleave.visit import OpenVisit
+
+
+# The step of a worker that has not begun any.
+NEVER = -1
 
 
 class LoopCut(GreenletExit):
@@ -52,6 +58,14 @@ class Mark(NamedTuple):
     position: int | None
 
 
+class ClosedEarly(NamedTuple):
+    """See Note [A wait for a call closes the visit] in `interleave.asks`."""
+
+    visit: OpenVisit
+    edited: Visit
+    wait: Visit
+
+
 class _WorkerGreenlet(greenlet):
     """A greenlet that knows its worker, so that `current_worker` is one type check."""
 
@@ -69,6 +83,7 @@ class Worker:
         slot: This worker's place for torch's thread-local state.
         saves: Where `save` marks objects. Default: a set of the worker's own.
         context: Context variables that the block sees. Default: those of the caller.
+        randomness: The random numbers that the block draws. Default: those of the process.
     """
 
     __slots__ = (
@@ -78,16 +93,21 @@ class Worker:
         "_run",
         "ask",
         "asked",
+        "closed_early",
         "cut",
         "error",
         "failed_at",
         "filename",
         "has_ended",
         "held_up",
+        "is_calling",
         "is_relaxed",
         "loop_depth",
         "mark",
         "memo",
+        "pulls",
+        "randomness",
+        "reached",
         "request",
         "saves",
         "slot",
@@ -108,6 +128,7 @@ class Worker:
         *,
         saves: SavedSet | None = None,
         context: Context | None = None,
+        randomness: Randomness | None = None,
     ) -> None:
         self.request = request
         self.filename = filename
@@ -115,6 +136,7 @@ class Worker:
         self._run = run
         self._context = copy_context() if context is None else context
         self.saves = SavedSet() if saves is None else saves
+        self.randomness = randomness
         self.turns: Asks | None = None
         self.cut: Cut | None = None
         # Invariant: `ask` is set exactly while the worker is parked.
@@ -125,8 +147,14 @@ class Worker:
         self.trail = 0
         self.step = 0
         self.mark = Mark(-1, -1, None)
-        # A call whose result this worker waited for beyond the end of its step.
+        # The furthest step whose gate this worker has passed.
+        self.reached = NEVER
+        # A call that this worker waited for until its rank's forward was over, until it catches up.
         self.held_up: Visit | None = None
+        # Whether it runs a module, where it must not park.
+        self.is_calling = False
+        # What was brought from other stages, by owner, location and line.
+        self.pulls: dict[tuple[int, Location, int], PullRecord] = {}
         self.loop_depth = 0
         self.memo: Memo | None = None
         # Only where a loop pins visits rather than steps (see `clock.VisitClock`).
@@ -134,6 +162,7 @@ class Worker:
         # Invariant: set only from the moment a value was served until the worker asks for
         # something else, parks or ends.
         self.visit: OpenVisit | None = None
+        self.closed_early: ClosedEarly | None = None
         self.error: BaseException | None = None
         # See Note [Errors that one stage sees alone] in `interleave.asks`.
         self.unshared: BaseException | None = None
@@ -180,6 +209,9 @@ class Worker:
         if self.unshared is None:
             self.unshared = error
             self.failed_at = 2 * self.asked if at is None else 2 * at + 1
+            if self.turns is not None and self.turns.link is not None:
+                text = f"{type(error).__name__}: {error}"
+                self.turns.link.fail(self.request, text)  # nobody waits for what never comes
         if is_echo:
             self._echoes.append(error)
         return error
@@ -188,6 +220,12 @@ class Worker:
     def is_echo(self) -> bool:
         """Whether `error` only repeats what happened on another stage."""
         return any(error is self.error for error in self._echoes)
+
+    def let_go(self) -> None:
+        """Drop what the block has seen and saved: a worker and its greenlet hold each other."""
+        self.memo = None
+        self.saves = SavedSet()
+        self._context.run(active_saves.set, None)
 
     def abandon(self) -> None:
         """Give up on a block that catches whatever it is thrown and asks on."""
@@ -226,6 +264,18 @@ class Worker:
         self.asked += 1
         self.trail = zlib.crc32(f"{location}#{visit}".encode(), self.trail)
         return number
+
+    def is_inside_torch(self) -> bool:
+        """Whether the running worker's stack holds a handler that torch's own frames have called.
+
+        Only asked where a park there must be refused.
+        """
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__"):
+                return True
+            frame = frame.f_back
+        return False
 
     def where(self) -> Where | None:
         """Return the block's line at which this worker is, or None when it is not known."""

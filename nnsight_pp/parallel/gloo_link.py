@@ -317,7 +317,7 @@ class GlooLink:
                     answer = Answer("error", f"{type(error).__name__}: {error}")
             else:
                 answer = Answer(what, text)
-            self._resolve(ticket, answer)
+            self._resolve(ticket, answer, len(payload))
         else:
             raise ValueError(f"unknown kind {kind}")
 
@@ -341,11 +341,11 @@ class GlooLink:
         # A tensor must start at a multiple of its element's size; pickle ignores what follows it.
         return head + bytes(-len(head) % _ALIGN), pieces
 
-    def _resolve(self, ticket: int, answer: Answer) -> None:
+    def _resolve(self, ticket: int, answer: Answer, num_bytes: int = 0) -> None:
         with self._lock:
             found = self._pending.pop(ticket, None)
         if found is not None:  # else its request was released, or the peer was lost
-            found[-1].resolve(answer)
+            found[-1].resolve(answer, num_bytes)
 
     def _lose(self, peer: _Peer, text: str) -> None:
         """Answer everybody who waits for ``peer``: it will not."""

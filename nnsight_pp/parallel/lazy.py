@@ -283,6 +283,7 @@ def _method(name: str) -> Callable[..., Any]:
     def call(target: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(target, name)(*args, **kwargs)
 
+    call.__name__ = name
     return call
 
 

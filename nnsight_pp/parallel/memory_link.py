@@ -12,6 +12,9 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, final
 
+import torch
+
+from nnsight_pp.core.tree import leaves
 from nnsight_pp.parallel.pending import PendingAnswer
 from nnsight_pp.parallel.publications import Answer, Publications, Question
 
@@ -33,6 +36,7 @@ class MemoryFabric:
         pick: Applies index steps to a value.
         copy: Copies a value as a trip over a network would.
         delay_s: Called for each message; returns how long it takes.
+        constant_of: Returns the weight of a printed location. Default: there is none.
     """
 
     def __init__(
@@ -41,10 +45,12 @@ class MemoryFabric:
         pick: Callable[[Any, Sequence[Any]], Any],
         copy: Callable[[Any], Any],
         delay_s: Callable[[], float] = lambda: 0.0,
+        constant_of: Callable[[str], Any] | None = None,
     ) -> None:
         stages = range(num_stages)
         self.publications = [
-            Publications([peer for peer in stages if peer != stage], pick) for stage in stages
+            Publications([peer for peer in stages if peer != stage], pick, constant_of)
+            for stage in stages
         ]
         self.copy = copy
         self._delay_s = delay_s
@@ -122,7 +128,7 @@ class MemoryLink:
         def resolve(answer: Answer) -> None:
             with self._lock:
                 self.num_pending -= 1
-            pending.resolve(answer)
+            pending.resolve(answer, _num_bytes(answer.value))
 
         def reply(answer: Answer) -> None:
             try:
@@ -145,3 +151,7 @@ class MemoryLink:
     def statistics(self) -> dict[str, int]:
         """Return pending pulls and published answers."""
         return {"pending": self.num_pending, **self._own.statistics()}
+
+
+def _num_bytes(value: Any) -> int:
+    return sum(leaf.nbytes for leaf in leaves(value) if isinstance(leaf, torch.Tensor))

@@ -33,7 +33,17 @@ class PendingAnswer:
         ran: Where this rank is, in words.
     """
 
-    __slots__ = ("_answer", "_bound_s", "_done", "_location", "_owner", "_ran", "_step", "waited_s")
+    __slots__ = (
+        "_answer",
+        "_bound_s",
+        "_done",
+        "_location",
+        "_owner",
+        "_ran",
+        "_step",
+        "bytes_received",
+        "waited_s",
+    )
 
     def __init__(self, location: Location, step: int, owner: int, bound_s: float, ran: str) -> None:
         self._location = location
@@ -44,10 +54,12 @@ class PendingAnswer:
         self._done = threading.Event()
         self._answer: Answer | None = None
         self.waited_s = 0.0
+        self.bytes_received = 0
 
-    def resolve(self, answer: Answer) -> None:
-        """Give the answer. Called once, from any thread."""
+    def resolve(self, answer: Answer, num_bytes: int = 0) -> None:
+        """Give the answer, which came as ``num_bytes``. Called once, from any thread."""
         self._answer = answer
+        self.bytes_received = num_bytes
         self._done.set()
 
     @property

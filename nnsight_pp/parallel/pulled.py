@@ -29,6 +29,19 @@ if TYPE_CHECKING:
 # An edit: indices of the edited part, the function, its arguments (frozen at the edit).
 _Edit = tuple[tuple[Any, ...], "Callable[..., Any]", tuple[Any, ...], dict[str, Any]]
 FIRST_INPUT = "first input of (args, kwargs)"
+# Edits that draw random numbers, or run a function of the block that may.
+_DRAWING = frozenset(
+    [
+        "normal_",
+        "uniform_",
+        "random_",
+        "bernoulli_",
+        "exponential_",
+        "geometric_",
+        "cauchy_",
+        "log_normal_",
+    ]
+) | {"apply_", "map_"}
 
 
 class Source(Protocol):
@@ -210,8 +223,10 @@ class Tree:
             What stands for the part from now on, where that is not the part itself: a number that
             is changed by ``+=`` becomes another one. Else `NotImplemented`.
         """
-        if self._first:
-            self.whole(in_torch=False)  # what was assigned is an object of the block's own
+        # What was assigned is an object of the block's own; numbers must be drawn in the order of
+        # the lines, as on the owner; what this rank ships must be whole when its block is over.
+        if self._first or function.__name__ in _DRAWING or self.pulled.is_of_this_rank:
+            self.whole(in_torch=False)
         if not self.is_here:
             self._parts.clear()
             self._edits.append((picks, function, frozen(args), frozen(kwargs)))

@@ -40,6 +40,9 @@ def forget_skip(error: BaseException) -> None:
         error = error.__context__
 
 
+# What the items behind a tracer are entered around is called by this name.
+WITHIN = "__run_block__"
+
 # The block of each `with` already read, with the code that holds it and the lines it was read
 # from. Invariant: the code is kept, so that its id stays its own.
 _known: dict[tuple[int, int], tuple[CodeType, list[str], Block]] = {}
@@ -83,8 +86,7 @@ def block_at(frame: FrameType) -> Block:
     Raises:
         WithBlockNotFoundError: The text is not readable, holds no `with` there, or was edited
             since it was loaded.
-        BlockShapeError: The body stands on the `with` line, or starts with `try:`, or another
-            context manager stands between the tracer and it.
+        BlockShapeError: The body stands on the `with` line, or starts with `try:`.
         SyntaxError: The body holds `return` or another statement that would leave it.
     """
     code = frame.f_code
@@ -129,6 +131,15 @@ def _loaded_block(frame: FrameType, lines: list[str]) -> Block | None:
     """Return the block of ``frame`` in ``lines``, or None where these are not its text."""
     code = frame.f_code
     node = _with_at(frame, lines)
+    if node is None and WITHIN in frame.f_globals:
+        raise BlockShapeError(
+            explain(
+                "Two tracers stand in one `with`.",
+                where=Where(code.co_filename, frame.f_lineno + 1, code.co_name),
+                why="A body is the block of one run.",
+                todo="Write a `with` for each, one inside the other or one after the other.",
+            )
+        )
     if node is None:
         whole = range(1, len(lines) + 1)
         if not is_as_loaded(code, frame.f_globals, lines, whole):
@@ -145,10 +156,16 @@ def _loaded_block(frame: FrameType, lines: list[str]) -> Block | None:
     last = node.body[-1].end_lineno or start
     if not is_as_loaded(code, frame.f_globals, lines, range(start, last + 1)):
         return None
-    _check_shape(node, start, frame)
-    text = "".join(lines[start - 1 : last])
+    if start <= _header_end(node) and all(_is_nothing(one) for one in node.body):
+        text = " pass\n"
+    else:
+        _check_shape(node, start, frame)
+        text = "".join(lines[start - 1 : last])
     flags = code.co_flags & future.annotations.compiler_flag
-    block = Block(code.co_filename, start, text.rstrip("\r\n") + "\n", code.co_name, flags)
+    receiver = code.co_varnames[0] if code.co_argcount and "__class__" in code.co_freevars else ""
+    text = text.rstrip("\r\n") + "\n"
+    around = ", ".join(ast.unparse(item) for item in _items_behind(node, frame))
+    block = Block(code.co_filename, start, text, code.co_name, flags, receiver, around)
     block.code()  # what cannot be compiled is refused before anything runs
     return block
 
@@ -214,13 +231,14 @@ def _first_line(node: ast.With) -> int:
     return min([first.lineno, *[one.lineno for one in getattr(first, "decorator_list", ())]])
 
 
-def _is_last_item(node: ast.With, frame: FrameType) -> bool:
-    """Tell whether the tracer that ``frame`` enters is the last item of ``node``."""
+def _items_behind(node: ast.With, frame: FrameType) -> list[ast.withitem]:
+    """Return the items of ``node`` behind the tracer that ``frame`` enters."""
     if len(node.items) == 1:
-        return True
+        return []
     place = _position(frame)
     if place != _place(node):
-        return place == _place(_expressions(node)[-1]) or place[2] is None
+        places = [_place(one) for one in _expressions(node)]
+        return node.items[places.index(place) + 1 :] if place in places else []
     # One instruction per item enters it, all with the place of the whole statement.
     now = next(one for one in dis.get_instructions(frame.f_code) if one.offset == frame.f_lasti)
     entered = [
@@ -228,7 +246,22 @@ def _is_last_item(node: ast.With, frame: FrameType) -> bool:
         for one in dis.get_instructions(frame.f_code)
         if one.opname == now.opname and one.positions is not None and tuple(one.positions) == place
     ]
-    return entered[-1] == frame.f_lasti
+    return node.items[entered.index(frame.f_lasti) + 1 :]
+
+
+def _begin_of_items(frame: FrameType) -> int | None:
+    """Return where ``frame`` begins with the items behind the tracer that it enters now."""
+    node = _with_at(frame, source_lines(frame.f_code.co_filename))
+    if node is None:
+        return None
+    place = _place(_items_behind(node, frame)[0].context_expr)
+    for one in dis.get_instructions(frame.f_code):
+        at = tuple(one.positions or (None,) * 4)
+        if one.offset > frame.f_lasti and None not in at:
+            begin, end = (at[0], at[2]), (at[1], at[3])
+            if (place[0], place[2]) <= begin and end <= (place[1], place[3]):  # type: ignore[operator]
+                return one.offset
+    return None
 
 
 def _check_shape(node: ast.With, start: int, frame: FrameType) -> None:
@@ -252,15 +285,6 @@ def _check_shape(node: ast.With, start: int, frame: FrameType) -> None:
                 todo="Put a statement before the `try:`, or the `with` inside it.",
             )
         )
-    if not _is_last_item(node, frame):
-        raise BlockShapeError(
-            explain(
-                "The tracer must be the last item of its `with`.",
-                where=Where(filename, frame.f_lineno, name),
-                why="What stands behind it would be left again before the block runs.",
-                todo="Put the other context managers before the tracer, or into the block.",
-            )
-        )
 
 
 def _starts_with_try(body: list[ast.stmt]) -> bool:
@@ -270,10 +294,15 @@ def _starts_with_try(body: list[ast.stmt]) -> bool:
             return True
         if isinstance(node, ast.If | ast.While) and isinstance(node.test, ast.Constant):
             return _starts_with_try(node.body if node.test.value else node.orelse)
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if not is_text and not isinstance(node, ast.Pass | ast.Global):
+        if not _is_nothing(node) and not isinstance(node, ast.Global):
             return False
     return False
+
+
+def _is_nothing(node: ast.stmt) -> bool:
+    """Tell whether ``node`` compiles to nothing, as `pass` and `...` do."""
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return is_text or isinstance(node, ast.Pass)
 
 
 @final
@@ -293,7 +322,7 @@ class BodyCapture:
         WithBlockNotFoundError: See `block_at`, which lists the others.
     """
 
-    __slots__ = ("_body", "_local", "_outer", "block", "counting", "frame")
+    __slots__ = ("_body", "_later", "_local", "_outer", "block", "counting", "frame")
 
     def __init__(self, frame: FrameType) -> None:
         self.frame = frame
@@ -305,6 +334,9 @@ class BodyCapture:
         self.counting: Any = self._outer if is_counting else None
         first = self.block.first_line
         self._body = range(first, first + self.block.source.count("\n"))
+        # The first instruction of the items behind the tracer: these are entered in the block.
+        self._later = _begin_of_items(frame) if self.block.around else None
+        frame.f_trace_opcodes = self._later is not None
         # A block of nothing may run, and what it raises no handler would catch.
         if not self.block.does_nothing():
             frame.f_trace = self._skip
@@ -314,10 +346,13 @@ class BodyCapture:
         # A header of several lines goes on after the tracer was entered.
         if at is self.frame and event == "line" and at.f_lineno in self._body:
             raise BodySkipped
+        if at is self.frame and event == "opcode" and at.f_lasti == self._later:
+            raise BodySkipped
         return self._skip
 
     def release(self) -> None:
         """Put back the trace functions that were there before."""
+        self.frame.f_trace_opcodes = False
         self.frame.f_trace = self._local
         sys.settrace(self._outer)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import NoReturn
 
+from nnsight_pp.core.settings import CONFIG
+
 _PACKAGE = "nnsight_pp."
 
 
@@ -13,6 +15,8 @@ def without_own_frames(error: BaseException) -> BaseException:
 
     When nothing else is left, the traceback stays as it was.
     """
+    if CONFIG.APP.DEBUG:
+        return error
     entries = []
     entry = error.__traceback__
     while entry is not None:

@@ -196,11 +196,16 @@ def _tracer(loss: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _run(invocation: Invocation, backward: Callable[[], None]) -> None:
     switch: Any = thread_state.load()
     turns = Interleaver(VisitClock(), switch)
-    block, scope = invocation.block, invocation.scope
+    given = [invocation]
+
+    def run() -> None:
+        own = given.pop()  # the worker outlives its names
+        exec(own.block.code(), own.scope)
+
     worker = Worker(
         _REQUEST,
-        lambda: exec(block.code(), scope),
-        block.filename,
+        run,
+        invocation.block.filename,
         switch.new_slot(torch.is_grad_enabled()),
         saves=invocation.saves,
     )

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from nnsight_pp.core.saved import save
+from nnsight_pp.core.settings import CONFIG
 
 T = TypeVar("T")
 _BUILT_IN = (
@@ -49,6 +50,8 @@ def _mount(kind: type) -> None:
 
 def mount_save() -> None:
     """Add `.save()` to tensors and to Python's own value types, once per process."""
+    if not CONFIG.APP.PYMOUNT:
+        return
     for kind in (torch.Tensor, *_BUILT_IN):
         if kind not in _mounted:
             _mount(kind)
@@ -57,6 +60,14 @@ def mount_save() -> None:
 def savable(value: T) -> T:
     """Return ``value``, whose type has a `.save()` from now on."""
     kind = type(value)
-    if kind not in _mounted:
+    if kind not in _mounted and CONFIG.APP.PYMOUNT:
         _mount(kind)
     return value
+
+
+class Object(torch.Tensor):
+    """For hints only: what a block reads is like a tensor, and has a `.save()`."""
+
+    def save(self) -> Object:
+        """Mark this object to be returned from the outermost trace, and return it."""
+        return save(self)

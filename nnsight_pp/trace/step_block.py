@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, final
 from nnsight_pp.errors import NNsightDeprecationWarning
 from nnsight_pp.interleave.steps import Selection, Steps
 from nnsight_pp.interleave.worker import LoopCut
-from nnsight_pp.trace.capture import BodyCapture, BodySkipped
+from nnsight_pp.trace.capture import BodyCapture, BodySkipped, trace_nothing
 from nnsight_pp.trace.deliver import deliver
 from nnsight_pp.trace.names import names_of
+from nnsight_pp.trace.statement import items_refused
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +63,14 @@ class StepLoop:
             NNsightDeprecationWarning,
             stacklevel=2,
         )
-        self._capture = BodyCapture(sys._getframe(1))
+        self._capture = capture = BodyCapture(sys._getframe(1))
+        if capture.block.around:
+            capture.release()
+            raise items_refused(capture.block)
+        # Note [Calls and returns are balanced]
+        if capture.counting is not None and sys._getframe().f_trace is None:
+            capture.counting(sys._getframe(), "return", None)
+        sys.settrace(trace_nothing)
         return self
 
     def __exit__(
@@ -74,6 +82,8 @@ class StepLoop:
         capture, self._capture = self._capture, None
         assert capture is not None
         capture.release()
+        if capture.counting is not None:  # Note [Calls and returns are balanced]
+            capture.counting(sys._getframe(), "call", None)
         if kind is not None and not issubclass(kind, BodySkipped):
             return False
         # The name behind `as` holds this object: in the body it is the step.

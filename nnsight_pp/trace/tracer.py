@@ -9,30 +9,25 @@ How a block is run is an engine's business: it hands a `Tracer` one function.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from nnsight_pp.core.location import RESULT
 from nnsight_pp.core.saved import SavedSet, active_saves
-from nnsight_pp.errors import BlockShapeError, ConfigurationError, explain
+from nnsight_pp.errors import BlockShapeError, ConfigurationError, EarlyStopException, explain
+from nnsight_pp.interleave.barrier import Barrier
 from nnsight_pp.interleave.worker import current_worker
-from nnsight_pp.trace.capture import (
-    BodyCapture,
-    BodySkipped,
-    forget_skip,
-    trace_nothing,
-)
-from nnsight_pp.trace.clean import raise_again, without_own_frames
-from nnsight_pp.trace.deliver import deliver, let_go
+from nnsight_pp.trace.clean import raise_again
+from nnsight_pp.trace.deliver import deliver
 from nnsight_pp.trace.mount import savable
 from nnsight_pp.trace.names import Names, names_of
+from nnsight_pp.trace.statement import BlockStatement
 from nnsight_pp.trace.step_block import StepChoice, StepLoop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import FrameType, TracebackType
+    from collections.abc import Callable, Sequence
+    from types import FrameType
 
     from nnsight_pp.core.block import Block, Scope
 
@@ -54,6 +49,48 @@ class BlockTracer:
     def all(self) -> StepLoop:
         """Loop over every step of the run."""
         return StepChoice()[:]
+
+    def cache(
+        self,
+        modules: Sequence[Any] | None = None,
+        *,
+        device: Any = "cpu",
+        dtype: Any = None,
+        detach: bool = True,
+        include_output: bool = True,
+        include_inputs: bool = False,
+        non_blocking: bool = False,
+    ) -> Any:
+        """Keep what modules give from now on, after all edits; the first thing a block may do.
+
+        Args:
+            modules: Nodes or paths. Default: every module.
+            device: Where the values are kept; None leaves them where they are.
+            dtype: What floating values are cast to.
+            detach: Whether they leave the autograd graph.
+            include_output: Whether outputs are kept.
+            include_inputs: Whether inputs are kept.
+            non_blocking: Whether copies from a GPU may still be on their way.
+        """
+        worker = current_worker("`tracer.cache`")
+        assert worker.turns is not None
+        options = {
+            "device": device, "dtype": dtype, "detach": detach, "include_output": include_output,
+            "include_inputs": include_inputs, "non_blocking": non_blocking,
+        }  # fmt: skip
+        surface = worker.turns.surface_for(worker, "`tracer.cache`")
+        return surface.cache(worker, modules, options)
+
+    def stop(self) -> NoReturn:
+        """End the run here: what the model would go on to compute is not computed."""
+        worker = current_worker("`tracer.stop`")
+        assert worker.turns is not None
+        worker.turns.surface_for(worker, "`tracer.stop`")
+        raise EarlyStopException("`tracer.stop` ended the run")
+
+    def barrier(self, count: int) -> Barrier:
+        """Return what ``count`` blocks call to wait for one another."""
+        return Barrier(count)
 
     @property
     def result(self) -> Any:
@@ -148,7 +185,7 @@ class SiblingNames:
 
 
 @final
-class Tracer(BlockTracer):
+class Tracer(BlockStatement, BlockTracer):
     """One run of a model with blocks beside it.
 
     Args:
@@ -159,8 +196,6 @@ class Tracer(BlockTracer):
     """
 
     __slots__ = (
-        "__weakref__",
-        "_capture",
         "_frames",
         "_has_input",
         "_inputs",
@@ -172,6 +207,8 @@ class Tracer(BlockTracer):
         "statistics",
     )
 
+    runs_at_once = True
+
     def __init__(
         self,
         run: Run,
@@ -180,12 +217,12 @@ class Tracer(BlockTracer):
         *,
         has_input: bool,
     ) -> None:
-        # None once it has been entered: a tracer is good for one run.
+        super().__init__()
+        # None once it has run: a tracer is good for one run.
         self._run: Run | None = run
         self._inputs = inputs
         self._kwargs = kwargs
         self._has_input = has_input
-        self._capture: BodyCapture | None = None
         self._saves = SavedSet()
         self._invocations: list[Invocation] = []
         # Where the invokes are written. Kept until the run is over, so that their ids are.
@@ -193,7 +230,7 @@ class Tracer(BlockTracer):
         self._is_collecting = False
         self.statistics: dict[str, Any] = {}
 
-    def __enter__(self) -> Tracer:
+    def _check_entry(self) -> None:
         if self._run is None or self._capture is not None:
             raise BlockShapeError(
                 explain(
@@ -205,37 +242,11 @@ class Tracer(BlockTracer):
         outermost = active_saves.get()
         if outermost is not None:
             self._saves = outermost
-        self._capture = capture = BodyCapture(sys._getframe(1))
-        # Note [Calls and returns are balanced]
-        if capture.counting is not None and sys._getframe().f_trace is None:
-            capture.counting(sys._getframe(), "return", None)
-        sys.settrace(trace_nothing)
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> bool:
-        capture, self._capture = self._capture, None
+    def _take(self, block: Block, frame: FrameType) -> None:
         run, self._run = self._run, None
-        assert capture is not None
         assert run is not None
-        capture.release()
-        if capture.counting is not None:  # Note [Calls and returns are balanced]
-            capture.counting(sys._getframe(), "call", None)
-        try:
-            if kind is not None and not issubclass(kind, BodySkipped):
-                return False
-            self._execute(run, capture.block, capture.frame)
-        except BaseException as raised:
-            forget_skip(raised)
-            raise without_own_frames(raised)  # noqa: B904 - it is the same exception
-        finally:
-            self._forget()
-            let_go(capture.frame)
-        return True
+        self._execute(run, block, frame)
 
     def invoke(self, *inputs: Any, **kwargs: Any) -> InvokeStatement:
         """Add one prompt with one block of its own; use it as `with tracer.invoke(prompt):`."""
@@ -250,13 +261,14 @@ class Tracer(BlockTracer):
             )
         return InvokeStatement(self, inputs, kwargs)
 
-    def _add(self, capture: BodyCapture, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        frame = id(capture.frame)
-        self._frames.append(capture.frame)
-        siblings = SiblingNames(self._invocations, len(self._invocations), frame)
-        names = names_of(capture.frame, siblings)
+    def _add(
+        self, block: Block, frame: FrameType, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._frames.append(frame)
+        siblings = SiblingNames(self._invocations, len(self._invocations), id(frame))
+        names = names_of(frame, siblings)
         self._invocations.append(
-            Invocation(inputs, kwargs, capture.block, names, self._saves, frame=frame)
+            Invocation(inputs, kwargs, block, names, self._saves, frame=id(frame))
         )
 
     def _execute(self, run: Run, block: Block, frame: FrameType) -> None:
@@ -275,7 +287,7 @@ class Tracer(BlockTracer):
             raise_again(error)
         for invocation in self._invocations:
             for text in invocation.warnings:
-                warnings.warn(text, UserWarning, stacklevel=3)
+                warnings.warn(text, UserWarning, stacklevel=4)
 
     def _collect(self, block: Block, scope: Scope) -> dict[str, Any]:
         """Run the trace's own body, which declares the invokes; return the names it bound."""
@@ -308,7 +320,7 @@ class Tracer(BlockTracer):
         deliver(frame, found)
 
     def _forget(self) -> None:
-        """Drop what would keep the model, the frame or the inputs alive."""
+        self._run = None
         self._inputs = ()
         self._kwargs = {}
         # The names of each invocation lead back to this list.
@@ -318,37 +330,19 @@ class Tracer(BlockTracer):
 
 
 @final
-class InvokeStatement:
+class InvokeStatement(BlockStatement):
     """`with tracer.invoke(prompt):` - captures its body as one block."""
 
-    __slots__ = ("_capture", "_inputs", "_kwargs", "_tracer")
+    __slots__ = ("_inputs", "_kwargs", "_tracer")
 
     def __init__(self, tracer: Tracer, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
         self._tracer = tracer
         self._inputs = inputs
         self._kwargs = kwargs
-        self._capture: BodyCapture | None = None
 
-    def __enter__(self) -> Tracer:
-        self._capture = capture = BodyCapture(sys._getframe(1))
-        # Note [Calls and returns are balanced]
-        if capture.counting is not None and sys._getframe().f_trace is None:
-            capture.counting(sys._getframe(), "return", None)
-        sys.settrace(trace_nothing)
+    def _entered(self) -> Tracer:
         return self._tracer
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> bool:
-        capture, self._capture = self._capture, None
-        assert capture is not None
-        capture.release()
-        if capture.counting is not None:  # Note [Calls and returns are balanced]
-            capture.counting(sys._getframe(), "call", None)
-        if kind is not None and not issubclass(kind, BodySkipped):
-            return False
-        self._tracer._add(capture, self._inputs, self._kwargs)
-        return True
+    def _take(self, block: Block, frame: FrameType) -> None:
+        self._tracer._add(block, frame, self._inputs, self._kwargs)

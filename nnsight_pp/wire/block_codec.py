@@ -45,6 +45,7 @@ class BlockMessage:
         block: The block's text.
         names: The objects that its names stand for.
         saved: Names whose objects were saved before the block began.
+        seed: Seeds the numbers that the block draws, alike on every rank.
         grad_enabled: Grad mode of the user's thread at the `with`.
     """
 
@@ -53,6 +54,7 @@ class BlockMessage:
     names: dict[str, Any]
     saved: tuple[str, ...] = ()
     grad_enabled: bool = True
+    seed: int = 0
 
 
 class _Writer(cloudpickle.Pickler):

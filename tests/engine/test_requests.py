@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import linecache
+import random
+import re
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +16,7 @@ import torch
 from engine.backends import LONGER, PROMPT, SHORT, Engine, Local, vllm_stream
 from engine.compare import assert_same
 from nnsight_pp import (
+    BlockError,
     ConfigurationError,
     NotServedError,
     NotSupportedError,
@@ -216,6 +220,29 @@ def test_a_forced_sample_is_what_the_engine_goes_on_with(engine: Engine) -> None
     assert int(forced) == 77
 
 
+def test_a_token_id_beyond_the_vocabulary_is_refused(engine: Engine) -> None:
+    model = engine.model
+    with pytest.raises(RowsError, match="token id"):
+        with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+            model.samples = torch.full_like(model.samples, 10**6)
+    with pytest.raises(RowsError, match="token id"):
+        with model.trace(PROMPT, temperature=0.0, max_tokens=2):
+            model.samples[:] = -1
+
+
+def test_a_write_that_makes_the_model_fail_ends_its_own_requests_only(engine: Engine) -> None:
+    """The step is computed again without the blocks, so the request beside it goes on."""
+    model = engine.model
+    with pytest.raises(BlockError, match="The model failed beside this block"):
+        with model.trace(temperature=0.0, max_tokens=3) as tracer:
+            with tracer.invoke(PROMPT):
+                model.model.embed_tokens.input[:] = 10**6
+            with tracer.invoke(PROMPT):
+                pass
+    plain = model.generate(PROMPT, temperature=0.0, max_tokens=3)[0]
+    assert plain.outputs[0].text == " Paris, France"
+
+
 def test_a_logit_edit_decides_the_token(engine: Engine) -> None:
     model = engine.model
     with model.trace(PROMPT, temperature=0.0, max_tokens=1) as tracer:
@@ -316,8 +343,8 @@ def test_an_edited_weight_is_the_blocks_own(engine: Engine, local: Local) -> Non
 
 def test_options_and_prompts_are_checked_before_anything_runs(engine: Engine) -> None:
     model, layers = engine.model, engine.layers
-    with pytest.raises(TypeError, match="temprature"):
-        with model.trace(PROMPT, temprature=0.0):
+    with pytest.raises(TypeError, match="hotness"):
+        with model.trace(PROMPT, hotness=0.0):
             layers[3].output.save()
     with pytest.raises(ConfigurationError, match="one prompt"):
         with model.trace([PROMPT, SHORT], max_tokens=1):
@@ -356,10 +383,50 @@ def test_a_remote_value_moves_only_when_it_is_used(engine: Engine) -> None:
     assert 576 * 4 < row < 2 * 576 * 4, "one row crossed"
 
 
+def test_a_trace_tells_which_line_moved_what(engine: Engine) -> None:
+    model, layers = engine.model, engine.layers
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1) as tracer:
+        early = layers[2].mlp.output
+        layers[25].mlp.output[0] += early[-1]
+    ((stage, record),) = tracer.statistics["pulls"]
+    assert (stage, record.owner, record.num_pulls) == (1, 0, 1)
+    assert record.location == "model.model.layers.2.mlp.output"
+    assert record.bytes_received >= 576 * 4
+    assert "layers[25]" in linecache.getline(record.filename, record.line)
+
+
+def test_numbers_that_a_block_draws_agree_on_all_stages(engine: Engine) -> None:
+    """The noise that comes back is the noise that was added, wherever it was added."""
+    model, layers = engine.model, engine.layers
+
+    def noisy(layer: int) -> tuple[torch.Tensor, torch.Tensor, float]:
+        torch.manual_seed(5)
+        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            noise = torch.randn(576).save()
+            factor = random.random().save()
+            value = layers[layer].mlp.output
+            before = value.clone()
+            value[:] += factor * noise
+            change = (value - before).save()
+        return noise, change, factor
+
+    runs = [noisy(3), noisy(25)]
+    for noise, change, factor in runs:
+        assert_same(change, (factor * noise).expand(10, -1), "the change is the saved noise")
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert runs[0][2] == runs[1][2]
+    plain = model.generate(PROMPT, temperature=1.0, seed=3, max_tokens=4)[0].outputs[0].token_ids
+    with model.trace(PROMPT, temperature=1.0, seed=3, max_tokens=4) as tracer:
+        for _ in tracer.iter[:4]:
+            drawn = torch.rand(3)
+        out = tracer.result.save()
+    assert out.outputs[0].token_ids == plain, "drawing in a block leaves the sampler alone"
+
+
 def test_the_tree_shows_the_owning_stage(engine: Engine) -> None:
     text = repr(engine.model)
-    assert "(0-14): LlamaDecoderLayer(  # stage 0" in text
-    assert "(15-29): LlamaDecoderLayer(  # stage 1" in text
+    assert re.search(r"\(0-14\): (15 x )?LlamaDecoderLayer\(  # stage 0\n", text)
+    assert re.search(r"\(15-29\): (15 x )?LlamaDecoderLayer\(  # stage 1\n", text)
 
 
 def test_many_requests_share_the_pipeline(

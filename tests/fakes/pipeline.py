@@ -17,10 +17,12 @@ import threading
 import time
 import traceback
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 
+from fakes.drawing import OneAtATime, YieldingLink
 from nnsight_pp.core.block import Block, Scope
 from nnsight_pp.core.location import LOGITS, RESULT, SAMPLES, Location
 from nnsight_pp.core.protocols import RemoteValue
@@ -30,11 +32,16 @@ from nnsight_pp.errors import OutOfOrderError
 from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.clock import StepClock
 from nnsight_pp.interleave.interleaver import Interleaver
+from nnsight_pp.interleave.randomness import Randomness, draws_of
 from nnsight_pp.interleave.steps import Steps
 from nnsight_pp.interleave.worker import Worker, current_worker
 from nnsight_pp.parallel.lazy import LazyRemoteTensor, first_input, pick, with_first_input
 from nnsight_pp.parallel.memory_link import MemoryFabric, MemoryLink
 from nnsight_pp.parallel.owners import StageMap
+from nnsight_pp.parallel.pulled import OwnConstant
+
+if TYPE_CHECKING:
+    from nnsight_pp.core.report import PullRecord
 
 NUM_LAYERS = 5
 BOUND_S = 20.0
@@ -56,6 +63,11 @@ class Place:
 
     def __getattr__(self, kind: str) -> Any:
         worker = current_worker(self._path)
+        if kind == "weight":
+            location = Location(self._path, kind)
+            ask = worker.turns.constant(worker, location)
+            own = OwnConstant(location, weight(str(location))) if ask is None else ask
+            return LazyRemoteTensor(own)
         if kind == "input":
             inputs = worker.turns.read(worker, Location(self._path, "input"))
             return first_input(inputs)
@@ -67,6 +79,24 @@ class Place:
         if kind == "input":
             value = with_first_input(worker.turns.read(worker, location), value)
         worker.turns.write(worker, location, value)
+
+    def __call__(self, value: Any) -> Any:
+        worker = current_worker(self._path)
+        return worker.turns.call(worker, self._path, value, lambda given: called(self._path, given))
+
+
+def called(path: str, value: torch.Tensor) -> torch.Tensor:
+    """Return what a call of the layer at ``path`` from a block gives; it draws, as dropout does."""
+    torch.rand(2)
+    if value.shape[-1] != 3:
+        raise ValueError(f"the last size is {value.shape[-1]}, not 3")
+    return torch.remainder(value * 3 + int(path[-1]) + 1, 97.0)
+
+
+def weight(location: str) -> torch.Tensor:
+    """Return the constant of a printed location."""
+    layer = int(Location.parse(location).path[-1])
+    return torch.arange(6, dtype=torch.float64).reshape(2, 3) + layer
 
 
 def result() -> Any:
@@ -83,7 +113,7 @@ class Request:
     token: int
     num_rows: int
     most_steps: int
-    is_aborted: bool = False
+    is_drawing: bool = False
 
 
 @dataclass
@@ -94,6 +124,9 @@ class Outcome:
     saved: Any = None
     error: tuple[str, int] | None = None
     asked: set[tuple[int, int]] = field(default_factory=set)
+    was_held_up: bool = False
+    # Of each stage.
+    pulls: list[list[PullRecord]] = field(default_factory=list)
 
     def seen(self) -> Any:
         """Return what a user sees: an error hides the rest."""
@@ -148,7 +181,7 @@ class Stage:
             self.switch,
             stage=self.number,
             owners=pipeline.owners,
-            link=pipeline.links[self.number] if pipeline.links else None,
+            link=YieldingLink(pipeline.links[self.number]) if pipeline.links else None,
             make_lazy=LazyRemoteTensor,
             where=f"stage {self.number}",
         )
@@ -164,7 +197,8 @@ class Stage:
     def step(self, batch: list[tuple[Request, int, int]]) -> None:
         """Run one step: ``batch`` holds each request with its step and its token."""
         activations = None
-        if self.number and self.random.random() < 0.5:
+        # A call is answered alike only when the stages before this one are through the step.
+        if self.number and (not self.pipeline.opens_early or self.random.random() < 0.5):
             activations = self.arriving.get(timeout=BOUND_S)
         for request, step, _ in batch:
             if request.name not in self.scopes:
@@ -233,6 +267,8 @@ class Stage:
                 "result": result,
                 "steps": Steps(),
                 "torch": torch,
+                "random": random,
+                "numpy": numpy,
                 "rows": request.num_rows,
                 "OutOfOrderError": OutOfOrderError,
             }
@@ -246,6 +282,11 @@ class Stage:
             block.filename,
             self.switch.new_slot(False),
         )
+        if request.is_drawing:
+            draws = draws_of(code, scope)
+            seed = random.Random(request.name).getrandbits(64)
+            own = Randomness(seed, python=draws.python, numpy=draws.numpy)
+            worker.randomness = OneAtATime(own)
         self.turns.add(worker)
 
     def collect(self, request: Request, outcome: list[int] | None, reports: Any) -> None:
@@ -258,6 +299,8 @@ class Stage:
             "stage": self.number,
             "saved": map_leaves(saved, _shippable),
             "asked": (worker.asked, worker.trail),
+            "was_held_up": worker.held_up is not None,
+            "pulls": list(worker.pulls.values()),
             "error": None,
         }
         if worker.error is not None:
@@ -268,7 +311,9 @@ class Stage:
 
 def _shippable(leaf: Any) -> Any:
     if issubclass(type(leaf), RemoteValue):
-        return ELSEWHERE
+        if not leaf._is_of_this_rank():
+            return ELSEWHERE
+        leaf = leaf._real_value()
     return leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf
 
 
@@ -302,9 +347,16 @@ class Pipeline:
     """All stages and their scheduler. Use it once."""
 
     def __init__(
-        self, num_stages: int, seed: int, *, with_order: bool = True, delay_s: float = 0.0003
+        self,
+        num_stages: int,
+        seed: int,
+        *,
+        with_order: bool = True,
+        opens_early: bool = False,
+        delay_s: float = 0.0003,
     ) -> None:
         self.num_stages = num_stages
+        self.opens_early = opens_early
         self.seed = seed
         self.delay_s = delay_s
         self.random = random.Random(seed)
@@ -318,6 +370,7 @@ class Pipeline:
                 pick,
                 lambda value: map_leaves(value, _crossed),
                 lambda: slow.random() * delay_s if slow.random() < 0.3 else 0.0,
+                weight,
             )
             self.links = [MemoryLink(self.fabric, stage, BOUND_S) for stage in range(num_stages)]
         self.sampled: queue.Queue[Any] = queue.Queue()
@@ -423,6 +476,8 @@ def _crossed(leaf: Any) -> Any:
 
 
 def _merge(outcome: Outcome, parts: list[dict[str, Any]]) -> None:
+    outcome.was_held_up = any(part["was_held_up"] for part in parts)
+    outcome.pulls = [part["pulls"] for part in sorted(parts, key=lambda part: part["stage"])]
     failures = sorted(part["error"] for part in parts if part["error"] is not None)
     if failures:
         outcome.error = failures[0][-1]

@@ -13,7 +13,11 @@ NUM_PLACES = 2 * NUM_LAYERS + 2
 class Writer:
     """Writes one program. Keeps what names hold, so that most lines are right."""
 
-    def __init__(self, seed: int, *, mischief: float) -> None:
+    def __init__(
+        self, seed: int, *, mischief: float, calls: float = 0.0, draws: float = 0.0
+    ) -> None:
+        self.calls = calls
+        self.draws = draws
         self.random = random.Random(seed)
         self.mischief = mischief
         self.lines: list[str] = []
@@ -73,6 +77,10 @@ class Writer:
         ]  # fmt: skip
         if self.chance(self.mischief):
             kinds = [(self.late, 4), (self.caught, 5), (self.ghostly, 2.5), (self.raising, 1)]
+        elif self.calls and self.chance(self.calls):
+            kinds = [(self.call, 3), (self.constant, 1)]
+        elif self.draws and self.chance(self.draws):
+            kinds = [(self.draw, 1)]
         functions, weights = zip(*kinds, strict=True)
         self.random.choices(functions, weights)[0](depth)
 
@@ -173,6 +181,49 @@ class Writer:
             value += f" + {self.row()}"
         self.put(depth, f"L[{layer}].output = {f'({value}, {value})' if layer % 2 else value}")
         self.last = None
+
+    def call(self, depth: int) -> None:
+        """Call a module of any stage, with values of any stage; the open visit stays open."""
+        if not self.names:
+            return self.read(depth)
+        name, fresh = self.name(), self.fresh()
+        layer = self.random.randint(0, NUM_LAYERS - 1)
+        given = self.random.choice([name, name, f"{name} * 2", f"{name} + {self.row()}"])
+        if self.chance(self.mischief / 2):
+            given = f"{name}[:, :2]"
+        self.put(depth, f"{fresh} = L[{layer}]({given})")
+        if self.chance(0.2):
+            self.put(depth, f"{name}[-1] = {self.number()}")
+        self.names.append(fresh)
+        if self.chance(0.3):
+            value = self.random.choice([f"{fresh}[-1]", f"float({fresh}.sum())", fresh])
+            self.put(depth, f"out.append({value})")
+        elif self.last is not None and self.chance(0.3):
+            self.put(depth, f"{self.last[0]}[-1] += {fresh}[-1]")
+        return None
+
+    def constant(self, depth: int) -> None:
+        fresh = self.fresh()
+        self.put(depth, f"{fresh} = L[{self.random.randint(0, NUM_LAYERS - 1)}].weight")
+        self.names.append(fresh)
+        if self.chance(0.3):
+            self.put(depth, f"out.append({fresh}{self.random.choice(['', '[-1]', '.sum()'])})")
+
+    def draw(self, depth: int) -> None:
+        kind = self.random.choice(["torch", "python", "numpy", "in place", "keep"])
+        fresh = self.fresh()
+        if kind == "torch":
+            self.put(depth, f"{fresh} = torch.randint(0, 9, (2, 3)).double()")
+            self.names.append(fresh)
+        elif kind == "python":
+            self.put(depth, "out.append(random.randint(0, 99))")
+        elif kind == "numpy":
+            self.put(depth, f"{fresh} = float(numpy.random.randint(0, 99)) + {self.row()}")
+            self.put(depth, f"out.append({fresh})")
+        elif self.names and kind == "in place":
+            self.put(depth, f"{self.name()}.random_(0, 9)")
+        else:
+            self.put(depth, "out.append(torch.randint(0, 99, (1,)))")
 
     # -- lines that use --------------------------------------------------------------------------
 
@@ -314,6 +365,6 @@ def _output(layer: int, item: int) -> str:
     return f"L[{layer}].output[{item}]" if layer % 2 else f"L[{layer}].output"
 
 
-def program(seed: int, *, mischief: float = 0.06) -> str:
+def program(seed: int, *, mischief: float = 0.06, calls: float = 0.0, draws: float = 0.0) -> str:
     """Return the source of one random block, indented as in a file."""
-    return Writer(seed, mischief=mischief).program()
+    return Writer(seed, mischief=mischief, calls=calls, draws=draws).program()

@@ -16,6 +16,8 @@ from nnsight_pp.parallel.lazy import LazyRemoteTensor, pick
 class FakeSource:
     """Answers with ``value``; `pulls` lists the picks of each pull, in order."""
 
+    is_here = False
+
     def __init__(self, value: Any) -> None:
         self.value = value
         self.pulls: list[tuple[Any, ...]] = []

@@ -81,3 +81,18 @@ def translation_model() -> transformers.T5ForConditionalGeneration:
         eos_token_id=VOCABULARY["[END]"],
     )
     return transformers.T5ForConditionalGeneration(config).eval()
+
+
+def mixture_model() -> transformers.MixtralForCausalLM:
+    torch.manual_seed(3)
+    config = transformers.MixtralConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=2,
+        max_position_embeddings=32,
+    )
+    return transformers.MixtralForCausalLM(config).eval()

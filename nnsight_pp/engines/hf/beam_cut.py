@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from nnsight_pp.core.rows import BatchCut, Rows
+from nnsight_pp.core.rows import BatchCut, Replacement, Rows
 from nnsight_pp.core.tree import leaves, map_leaves
 
 if TYPE_CHECKING:
@@ -30,9 +30,12 @@ class BeamCut:
         }
 
     def _cut(self, leaf: Any) -> BatchCut | None:
-        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
-            return None
-        return self._by_size.get(leaf.shape[0])
+        return self._by_size.get(leaf.shape[0]) if _has_rows(leaf) else None
+
+    def _with_rows_of(self, given: Any) -> BatchCut:
+        counts = {leaf.shape[0] for leaf in leaves(given) if _has_rows(leaf)}
+        fits = (cut for cut in self._by_size.values() if cut.rows.count in counts)
+        return next(fits, self._any())
 
     def _any(self) -> BatchCut:
         return next(iter(self._by_size.values()))
@@ -51,6 +54,8 @@ class BeamCut:
 
     def check(self, value: Any, assigned: Any) -> None:
         """Raise `RowsError` where an assigned tensor has another number of rows."""
+        if isinstance(value, Replacement):
+            return
         live, new = list(leaves(value)), list(leaves(assigned))
         if len(live) != len(new):
             self._any().check(value, assigned)
@@ -61,6 +66,8 @@ class BeamCut:
 
     def put(self, value: Any, served: Any, marks: list[Any], *, assigned: bool) -> Any:
         """Splice what was replaced into the batch; edits in place landed through the views."""
+        if isinstance(value, Replacement):
+            return self._with_rows_of(served).put(value, served, marks, assigned=True)
         new = list(leaves(served))
         if not assigned:
             if len(new) == len(marks) and all(a is b for a, b in zip(new, marks, strict=True)):
@@ -72,3 +79,7 @@ class BeamCut:
     def _put_leaf(self, live: Any, new: Any) -> Any:
         cut = self._cut(live)
         return new if cut is None else cut.put(live, new, [], assigned=True)
+
+
+def _has_rows(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0

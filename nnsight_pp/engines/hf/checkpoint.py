@@ -20,7 +20,9 @@ from nnsight_pp.errors import ConfigurationError, explain
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_REPOSITORY_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+_REPOSITORY_OPTIONS = (
+    "revision", "token", "cache_dir", "local_files_only", "subfolder", "gguf_file",
+)  # fmt: skip
 _AUTO = "auto"
 
 

@@ -59,6 +59,8 @@ _CHAT_OPTIONS = frozenset(
 )
 # Keywords that hold a prompt: that of transformers' own `generate` for the first argument.
 _PROMPT = "inputs"
+# Fields that say what the tokens are, with the dimensions that a row of them has at least.
+_PRIMARY = {"input_ids": 1, "inputs_embeds": 2}
 # Objects, not tensors, that carry a run's past.
 _STATES = ("past_key_values", "encoder_outputs", "cache_params")
 
@@ -138,13 +140,13 @@ class Encoder:
             rows = [self._chat_row(data, chat)]
         elif isinstance(data, (list, tuple)) and data and all(is_chat(one) for one in data):
             rows = [self._chat_row(one, chat) for one in data]
-        elif data is not None:
-            fields = {"input_ids": data, **fields}
+        _check_one_source(data, fields)
         is_flat = isinstance(data, str)
         if not rows:
-            rows, is_flat = _primary_rows(fields)
+            rows, is_flat = _primary_rows(fields if data is None else {"input_ids": data})
+        primary = next(iter(rows[0]))
         for name, value in fields.items():
-            if not any(name in row for row in rows):
+            if name != primary:
                 self._spread(name, value, rows, raw, is_flat=is_flat)
         _check_not_empty(rows)
         return Prompt(rows, raw, options)
@@ -279,6 +281,18 @@ class Encoder:
         return list(whole.unbind(0))
 
 
+def _check_one_source(data: Any, fields: dict[str, Any]) -> None:
+    named = [name for name in _PRIMARY if name in fields]
+    if len(named) + (data is not None) > 1:
+        raise ConfigurationError(
+            explain(
+                f"{' and '.join(f'`{name}`' for name in named)} came beside another prompt.",
+                why="Each of them says what the tokens are.",
+                todo="Give one of them.",
+            )
+        )
+
+
 def _is_text(data: Any) -> bool:
     return isinstance(data, str) or (
         isinstance(data, (list, tuple)) and bool(data) and all(isinstance(one, str) for one in data)
@@ -294,7 +308,7 @@ def _dims_of(name: str, row: Row) -> int:
 
 def _primary_rows(fields: dict[str, Any]) -> tuple[list[Row], bool]:
     """Return the rows that the ids or embeddings of ``fields`` make, and whether it was flat."""
-    for name, dims in (("input_ids", 1), ("inputs_embeds", 2)):
+    for name, dims in _PRIMARY.items():
         if name in fields:
             values, is_flat = _split(fields[name], dims)
             return [{name: value} for value in values], is_flat

@@ -6,6 +6,7 @@ dtypes come out right, on a model without weights too, and nothing is computed.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +15,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nnsight_pp.core.tree import map_leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+# How transformers computes experts: torch fakes the first in bfloat16 only, the second always.
+_GROUPED, _BATCHED = "grouped_mm", "batched_mm"
 
 
-def faked(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``call`` as it runs on fake tensors, which its arguments are turned into."""
+def faked(call: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
+    """Return ``call`` as it runs on fake tensors, which its arguments are turned into.
+
+    Args:
+        call: The forward of ``module``, or what calls it.
+        module: The model.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # A model's own parameters are real, or on the meta device, and mixed with fake values.
@@ -28,7 +37,25 @@ def faked(call: Callable[..., Any]) -> Callable[..., Any]:
             return mode.from_tensor(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
         args, kwargs = map_leaves((args, kwargs), fake)
-        with mode, torch.no_grad():
+        with _experts_that_fake(module), mode, torch.no_grad():
             return call(*args, **kwargs)
 
     return run
+
+
+@contextlib.contextmanager
+def _experts_that_fake(module: Any) -> Iterator[None]:
+    """Let the experts of ``module`` be computed in a way whose shapes torch knows.
+
+    Source: torch 2.13 _meta_registrations.py: `meta_grouped_mm`.
+    """
+    config = getattr(module, "config", None)
+    before = getattr(config, "_experts_implementation", None)
+    if before != _GROUPED:
+        yield
+        return
+    module.set_experts_implementation(_BATCHED)
+    try:
+        yield
+    finally:
+        module.set_experts_implementation(before)

@@ -10,6 +10,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 from tqdm.auto import tqdm
 
 from nnsight_pp.envoys.envoy import Envoy
@@ -113,11 +114,11 @@ def generating(module: Any, finished: Generator, pad_token: int | None) -> Calla
     Raises:
         NotSupportedError: The model does not generate.
     """
-    if not hasattr(module, "generate"):
+    if not issubclass(type(module), transformers.GenerationMixin):
         raise NotSupportedError(
             explain(
                 f"{type(module).__name__} does not generate.",
-                why="It has no `generate`: it is not a model that continues text.",
+                why="It is not a model of transformers that continues text.",
                 todo="Use `trace`.",
             )
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -48,11 +48,13 @@ class Call:
         args: Its positional arguments.
         kwargs: Its named arguments.
         cuts: How each invocation sees the call's values.
+        warnings: Texts for the user.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     cuts: list[Cut]
+    warnings: tuple[str, ...] = ()
 
 
 def call_of(
@@ -102,7 +104,15 @@ def pipeline_call_of(invocations: Sequence[HasInput], options: dict[str, Any], c
     """
     given, shared = _sorted(invocations, options)
     prompts = [Prompt([], {}, {**shared, **one.kwargs}) for one in given]
-    values = [one.inputs[0] if one.inputs else None for one in given]
+    if any(len(one.inputs) != 1 for one in given):
+        raise ConfigurationError(
+            explain(
+                "A pipeline takes its prompt as the one argument without a name.",
+                why="It encodes text itself, and takes no ids.",
+                todo="Give it a string, a list of strings, or a chat; or use `generate`.",
+            )
+        )
+    values = [one.inputs[0] for one in given]
     lists = [_as_list(value) for value in values]
     sizes = [len(one) for one in lists]
     data = values[0] if len(values) == 1 else [value for one in lists for value in one]
@@ -186,18 +196,18 @@ def _cuts(
     return cuts
 
 
-def for_one_forward(kwargs: dict[str, Any], takes: frozenset[str]) -> dict[str, Any]:
-    """Return ``kwargs`` without what only a generation would understand, and say so."""
-    known = {*vars(transformers.GenerationConfig()), "generation_config", "streamer"}
-    unused = [
-        name
-        for name in kwargs
-        if name in known and name not in takes and name not in _OF_ONE_FORWARD
-    ]
-    if unused:
-        warnings.warn(
-            f"`trace` runs one forward, so {', '.join(unused)} had no effect: use `generate`.",
-            UserWarning,
-            stacklevel=2,
-        )
-    return {name: value for name, value in kwargs.items() if name not in unused}
+@functools.cache
+def _of_generation() -> frozenset[str]:
+    """Return the names of what only a generation understands."""
+    settings = {*vars(transformers.GenerationConfig()), "generation_config", "streamer"}
+    return frozenset(settings.difference(_OF_ONE_FORWARD))
+
+
+def for_one_forward(call: Call, takes: frozenset[str]) -> Call:
+    """Return ``call`` without what only a generation would understand, and with word of it."""
+    unused = [name for name in call.kwargs if name in _of_generation() and name not in takes]
+    if not unused:
+        return call
+    kwargs = {name: value for name, value in call.kwargs.items() if name not in unused}
+    text = f"`trace` runs one forward, so {', '.join(unused)} had no effect: use `generate`."
+    return Call(call.args, kwargs, call.cuts, (text,))

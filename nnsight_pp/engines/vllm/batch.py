@@ -27,7 +27,7 @@ from nnsight_pp.wire.report_codec import decode_reports
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from nnsight_pp.core.report import Report
+    from nnsight_pp.core.report import PullRecord, Report
     from nnsight_pp.envoys.envoy import Envoy
     from nnsight_pp.trace.tracer import Invocation
 
@@ -62,6 +62,8 @@ class Batch:
         self, root: Envoy, invocations: Sequence[Invocation], options: dict[str, Any]
     ) -> None:
         self._requests = [self._encoded(root, one, options) for one in invocations]
+        # What each stage has pulled for the blocks of this run, once it is over.
+        self.pulls: list[tuple[int, PullRecord]] = []
 
     @staticmethod
     def _encoded(root: Envoy, invocation: Invocation, options: dict[str, Any]) -> _Request:
@@ -73,7 +75,9 @@ class Batch:
             return _Request(invocation, trace, prompt, sampling_params(merged, None), {}, True)
         names = invocation.names.look_up(block.reads())
         saved = tuple(name for name, value in names.items() if value in invocation.saves)
-        message = BlockMessage(trace, block, names, saved, torch.is_grad_enabled())
+        # Drawn here, so that the user's `torch.manual_seed` decides what the block draws.
+        seed = int(torch.randint(1 << 62, ()).item())
+        message = BlockMessage(trace, block, names, saved, torch.is_grad_enabled(), seed)
         data = encode_block(message, lambda obj: name_of(root, obj))
         params = sampling_params(merged, pickle.dumps((trace, data)))
         return _Request(invocation, trace, prompt, params, names, False)
@@ -136,6 +140,8 @@ class Batch:
                 raise InternalError(f"no stage reported on trace {request.trace}")
             report = merge_reports(reports[request.trace])
             request.invocation.bound = report.saved
+            for stage, found in report.statistics.items():
+                self.pulls += [(int(stage), record) for record in found.get("pulls", ())]
             for name, change in report.grown.items():
                 apply_change(request.names[name], change)
             for text in report.warnings:

@@ -7,8 +7,8 @@ the saved names into the user's frame.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import os
 import pickle
 import threading
 import weakref
@@ -150,8 +150,8 @@ class VLLM(VLLMTree):
                         todo="Check the engine arguments, cores and memory.",
                     )
                 ) from error
+        # Runs when this object goes, or the process ends.
         self._close_at_exit = weakref.finalize(self, _shut_down, self._llm)
-        atexit.register(self._close_at_exit)
         for answer in self._call("nnsight_describe"):
             _, _, self._stage_of = pickle.loads(answer)
         return self
@@ -160,7 +160,6 @@ class VLLM(VLLMTree):
         """End the engine and its processes. The next run would start a new one."""
         if self._llm is not None:
             self._llm = None
-            atexit.unregister(self._close_at_exit)
             self._close_at_exit()
             self._stage_of = {}
 
@@ -189,7 +188,8 @@ class VLLM(VLLMTree):
     def statistics(self) -> list[dict[str, Any]]:
         """Return, for each rank, what is alive there and what crossed to it.
 
-        ``tracked`` and ``requests``: requests still known; ``workers``: live workers; ``parked``:
+        ``tracked`` and ``requests``: requests still known; ``resumed``: how often a traced request
+        was preempted and computed again, since the start; ``workers``: live workers; ``parked``:
         asks that wait; ``published``: kept answers; ``pending``: pulls on their way; ``traffic``:
         pulls and bytes by other stage, since the start.
         """
@@ -207,13 +207,18 @@ class VLLM(VLLMTree):
         Args:
             *inputs: One prompt: a string, token ids, a tokenizer's output, or a vLLM prompt.
             **options: vLLM's sampling parameters, such as ``temperature`` and ``max_tokens``.
+
+        After the run ``tracer.statistics["pulls"]`` lists what crossed between stages: for each
+        puller, a `PullRecord` with the owner, the location, the line, bytes and seconds waited.
         """
 
-        def run(_: Tracer, invocations: list[Invocation]) -> BaseException | None:
+        def run(tracer: Tracer, invocations: list[Invocation]) -> BaseException | None:
             batch = Batch(self, invocations, {} if inputs else options)
             with self._lock:
                 self.dispatch()
-                return batch.run(self._llm, self._call)
+                error = batch.run(self._llm, self._call)
+            tracer.statistics = {"pulls": batch.pulls}
+            return error
 
         return Tracer(run, inputs, options, has_input=bool(inputs))
 
@@ -277,6 +282,14 @@ def _check_arguments(tensor_parallel_size: int, engine_args: dict[str, Any]) -> 
                     todo="Leave the argument out.",
                 )
             )
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER", "0") != "0":
+        raise ConfigurationError(
+            explain(
+                "VLLM_USE_V2_MODEL_RUNNER asks for vLLM's second model runner.",
+                why="Tracing is written for the first one.",
+                todo="Unset it, or set it to 0.",
+            )
+        )
     if engine_args.get("enforce_eager") is False:
         raise ConfigurationError("enforce_eager=False is not supported yet: steps run eagerly.")
     if engine_args.get("data_parallel_size", 1) != 1:

@@ -154,6 +154,7 @@ class Scheduled:
         num_tokens: How many of its tokens run in this step.
         num_computed: How many were computed before.
         new: vLLM's data of a request that is scheduled for the first time, else None.
+        is_resumed: Whether it was preempted and all its tokens are computed again.
     """
 
     request: str
@@ -161,6 +162,7 @@ class Scheduled:
     num_tokens: int
     num_computed: int
     new: Any = None
+    is_resumed: bool = False
 
 
 def scheduled(output: Any) -> list[Scheduled]:
@@ -176,7 +178,9 @@ def scheduled(output: Any) -> list[Scheduled]:
     ]
     cached = output.scheduled_cached_reqs
     found += [
-        Scheduled(request, step, counts[request], computed)
+        Scheduled(
+            request, step, counts[request], computed, is_resumed=request in cached.resumed_req_ids
+        )
         for request, step, computed in zip(
             cached.req_ids, cached.num_output_tokens, cached.num_computed_tokens, strict=True
         )

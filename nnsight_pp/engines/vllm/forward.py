@@ -12,7 +12,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.engines.vllm import compat
+from nnsight_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from nnsight_pp.engines.vllm.side import RankSide
@@ -45,9 +49,15 @@ class TracingRunner:
             return forward(*args, **kwargs)
         rows = compat.batch_rows(self)
         positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
+        # An exception that leaves the forward on one rank wedges the whole engine, and a block can
+        # write what makes the model raise: then the step is computed again without the blocks.
+        spare = map_leaves((args, kwargs), _copied)
         side.enter_forward(rows, positions.shape[-1])
         try:
             return forward(*args, **kwargs)
+        except Exception as error:
+            side.model_failed(error)
+            return forward(*spare[0], **spare[1])
         finally:
             side.leave_forward(rows)
 
@@ -70,13 +80,23 @@ class TracingRunner:
         side = self.nnsight_side
         output = super()._sample(*args, **kwargs)  # type: ignore[misc]
         if side is not None and side.is_tracing:
-            output.sampled_token_ids = side.serve_samples(output.sampled_token_ids)
+            num_ids = self.model_config.get_vocab_size()  # type: ignore[attr-defined]
+            output.sampled_token_ids = side.serve_samples(output.sampled_token_ids, num_ids)
         return output
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def add_tracing(runner: Any, side: RankSide) -> None:
     """Let ``runner`` trace for ``side``."""
     kind = type(runner)
+    for name in ("_model_forward", "sample_tokens", "_sample", "execute_model"):
+        if not hasattr(kind, name):
+            raise ConfigurationError(
+                f"vLLM's {kind.__name__} has no {name}: this model runner is not supported."
+            )
     if not issubclass(kind, TracingRunner):
         runner.__class__ = type(f"Tracing{kind.__name__}", (TracingRunner, kind), {})
     runner.nnsight_side = side

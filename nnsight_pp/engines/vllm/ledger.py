@@ -12,6 +12,7 @@ from nnsight_pp.core.block import Scope
 from nnsight_pp.core.report import Report
 from nnsight_pp.core.rows import WholeCut
 from nnsight_pp.errors import InternalError
+from nnsight_pp.interleave.randomness import Randomness, draws_of
 from nnsight_pp.interleave.worker import Worker
 from nnsight_pp.wire.block_codec import BlockMessage, decode_block
 from nnsight_pp.wire.report_codec import failure_of, without_remote
@@ -106,7 +107,14 @@ class Ledger:
             traced.scope = scope
             traced.before = _copies(message.names)
             slot = self._switch.new_slot(message.grad_enabled)
-            worker = Worker(request, lambda: exec(code, scope), message.block.filename, slot)
+            draws = draws_of(code, message.names)
+            worker = Worker(
+                request,
+                lambda: exec(code, scope),
+                message.block.filename,
+                slot,
+                randomness=Randomness(message.seed, python=draws.python, numpy=draws.numpy),
+            )
             for name in message.saved:
                 worker.saves.mark(message.names[name])
             traced.worker = worker
@@ -176,8 +184,9 @@ class Ledger:
             saved,
             grown,
             failure,
-            tuple(worker.warnings),
+            () if failure is not None else tuple(worker.warnings),
             (worker.asked, worker.trail),
+            {"pulls": tuple(worker.pulls.values())},
         )
 
 

@@ -89,6 +89,15 @@ def sampling_params(options: dict[str, Any], payload: bytes | None) -> SamplingP
                     todo="Use one `tracer.invoke(prompt, seed=...)` for each sequence.",
                 )
             )
+        if known.get("stop"):
+            raise NotSupportedError(
+                explain(
+                    f"The stop strings {known['stop']!r} were given to a trace.",
+                    why="vLLM finds them in its front end, when the engine may already have run "
+                    "further steps, and the block would have seen those too.",
+                    todo="Use stop_token_ids, or `break` out of the loop.",
+                )
+            )
         # Bytes only: anything else in here kills the engine or arrives as something else.
         known["extra_args"] = {**(known.get("extra_args") or {}), PAYLOAD: payload}
     return SamplingParams(**known)

@@ -35,6 +35,7 @@ from nnsight_pp.parallel.gloo_link import GlooLink, new_group
 from nnsight_pp.parallel.lazy import LazyRemoteTensor, pick
 from nnsight_pp.parallel.owners import StageMap
 from nnsight_pp.parallel.publications import Publications
+from nnsight_pp.trace.gradients import install_backward
 from nnsight_pp.trace.mount import mount_save
 from nnsight_pp.wire.value_codec import decode, encode
 
@@ -90,6 +91,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
 
     def _set_up_tracing(self) -> None:
         mount_save()
+        install_backward()  # a block's `with loss.backward():` is then refused as it is elsewhere
         switch = thread_state.load()
         place = compat.place_of_this_rank()
         runner = self.model_runner

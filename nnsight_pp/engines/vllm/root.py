@@ -12,9 +12,10 @@ import torch
 from nnsight_pp.core.location import LOGITS, ROOT, SAMPLES, Location
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.engines.vllm import compat
-from nnsight_pp.envoys.envoy import Envoy
+from nnsight_pp.envoys.envoy import Envoy, unsupported
 from nnsight_pp.envoys.gate import Gate
-from nnsight_pp.errors import NotSupportedError, UnknownLocationError, explain
+from nnsight_pp.envoys.tree_node import Forest
+from nnsight_pp.errors import NotSupportedError, UnknownLocationError, Where, explain
 from nnsight_pp.interleave.worker import current_worker, running_worker
 from nnsight_pp.parallel.lazy import LazyRemoteTensor
 from nnsight_pp.parallel.pulled import OwnConstant
@@ -22,6 +23,8 @@ from nnsight_pp.trace.tracer import BlockTracer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from nnsight_pp.envoys.renaming import Spelling
 
 
 class VLLMTree(Envoy):
@@ -65,6 +68,47 @@ class VLLMTree(Envoy):
         if self._tokenizer is None:
             self._tokenizer = self._load_tokenizer()
         return self._tokenizer
+
+    # -- what this engine does not do --------------------------------------------------------------
+
+    def _new_forest(self, spelling: Spelling) -> Forest:
+        # A stage may hold one of two places of a module only.
+        return Forest(spelling, is_split=True)
+
+    def _install(self) -> None:
+        pass  # a rank puts serve points on what it really holds
+
+    def _trace_from(self, node: Envoy, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise unsupported(
+            f"{node.path}.trace was called.",
+            _line(),
+            "runs only the whole model",
+            "Trace the model",
+        )
+
+    def _will_skip(self, location: Location) -> None:
+        raise unsupported(
+            f"{location} was called.",
+            _line(),
+            "runs every module for all requests of a step at once",
+            "Assign to the module's `.output`",
+        )
+
+    def _gate_of_sources(self) -> Gate:
+        raise unsupported(
+            "`.source` was asked for.",
+            _line(),
+            "runs no rewritten forwards",
+            "Read the module's `.input` and `.output`",
+        )
+
+    def _call_with_hooks(self, node: Envoy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise unsupported(
+            f"{node.path} was called with hook=True.",
+            _line(),
+            "serves only what its own forward computes",
+            "Leave `hook` out",
+        )
 
     # -- what a block may do beside reading values -----------------------------------------------
 
@@ -128,6 +172,11 @@ class VLLMTree(Envoy):
                 return node._module(*args, **kwargs)
         finally:
             gate.serve = serve
+
+
+def _line() -> Where | None:
+    worker = running_worker()
+    return None if worker is None else worker.where()
 
 
 def _argument(leaf: Any) -> Any:

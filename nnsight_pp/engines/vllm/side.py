@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 from nnsight_pp.core.location import LOGITS, SAMPLES, Location
 from nnsight_pp.core.rows import Rows, TokenCut
 from nnsight_pp.engines.vllm import compat
-from nnsight_pp.errors import ConfigurationError, InternalError, explain
+from nnsight_pp.errors import BlockError, ConfigurationError, InternalError, explain
 from nnsight_pp.wire.report_codec import encode_reports
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ class RankSide:
         self._ledger = ledger
         self._gate = gate
         self._link = link
+        # How often a traced request was preempted and computed again.
+        self._num_resumed = 0
         # The traced requests of the step that runs now, with its number.
         self._batch: list[tuple[TracedRequest, int]] = []
 
@@ -89,6 +91,7 @@ class RankSide:
                 if traced is None or traced.error is not None:
                     continue
                 self._batch.append((traced, item.step))
+                self._num_resumed += item.is_resumed
                 self._turns.catch_up(item.request)
                 self._check_whole(traced, item)
                 if traced.error is None:
@@ -166,9 +169,29 @@ class RankSide:
         """Offer the step's logits ``[requests, vocabulary]``; return what is sampled from."""
         return self._serve(LOGITS, logits)
 
-    def serve_samples(self, samples: Any) -> Any:
+    def serve_samples(self, samples: Any, num_ids: int) -> Any:
         """Offer the sampled ids ``[requests, 1]``; return those that the engine goes on with."""
+        for traced, _ in self._batch:
+            if traced.worker is not None and isinstance(traced.worker.cut, TokenCut):
+                traced.worker.cut = TokenCut(traced.worker.cut.rows, num_ids)
         return self._serve(SAMPLES, samples)
+
+    def model_failed(self, error: Exception) -> None:
+        """Blame an exception of the model's own code on the step's blocks, and serve no more.
+
+        The step is computed again without them, so that nobody else has to pay.
+        """
+        self._gate.serve = None
+        self._gate.running.clear()
+        log.warning("the model failed with a block beside it on %s", self.place, exc_info=error)
+        for traced, _ in self._batch:
+            text = explain(
+                f"The model failed beside this block: {type(error).__name__}: {error}",
+                why="A value that a block of this step wrote made the model's own code raise.",
+                todo="Check what is written into .input and .output of the modules.",
+                ran=f"request {traced.request} | {self.place}",
+            )
+            self._ledger.fail(traced, BlockError(text))
 
     def _serve(self, location: Location, value: Any) -> Any:
         try:
@@ -216,6 +239,7 @@ class RankSide:
         link = self._link.statistics() if self._link is not None else {}
         return {"stage": self.place.stage, "tp_rank": self.place.tp_rank} | {
             "tracked": len(self._ledger),
+            "resumed": self._num_resumed,
             **self._turns.statistics(),
             **link,
         }

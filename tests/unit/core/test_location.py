@@ -1,6 +1,6 @@
 import pytest
 
-from nnsight_pp.core.ask import Pull, Read, Step, Write
+from nnsight_pp.core.ask import Join, Pull, Read, Step, Write
 from nnsight_pp.core.location import LOGITS, RESULT, SAMPLES, Location, Visit
 
 
@@ -24,10 +24,12 @@ def test_values_of_no_module_have_names():
 
 def test_asks_say_what_is_asked():
     location = Location("model.head", "output")
-    asks = [Read(0, location, 2), Write(1, location, 0, None), Step(3), Pull(location, 1, None)]
+    pull = Pull(location, 1, None, lambda is_last: None)
+    asks = [Read(0, location, 2), Write(1, location, 0, None), Step(3), pull, Join("here")]
     assert [str(ask) for ask in asks] == [
         "Read model.head.output#2",
         "Write model.head.output#0",
         "Step 3",
         "Pull model.head.output#1",
+        "Join here",
     ]

@@ -11,6 +11,7 @@ from fakes.text_models import (
     causal_config,
     causal_model,
     masked_model,
+    mixture_model,
     translation_model,
     word_tokenizer,
 )
@@ -150,6 +151,29 @@ def test_a_streamer_of_the_users_is_given_the_same(model):
     assert kept.has_ended
 
 
+def test_a_block_may_generate_on_its_own(model):
+    alone = model.generate(OTHER, max_new_tokens=2, do_sample=False)
+    with model.generate(PROMPT, max_new_tokens=2, do_sample=False) as tracer:
+        own = model.generate(OTHER, max_new_tokens=2, do_sample=False).save()
+        tokens = save([])
+        for _ in tracer.iter[:3]:
+            tokens.append(model.generator.streamer.output)
+        ids = tracer.result.save()
+    assert torch.equal(own, alone)
+    assert torch.cat([one.flatten() for one in tokens]).tolist() == ids[0].tolist()
+
+
+def test_generate_may_be_named_as_what_is_called(model):
+    with model.trace(PROMPT, fn="generate", max_new_tokens=2, do_sample=False) as tracer:
+        ids = tracer.result.save()
+    assert torch.equal(ids, model.generate(PROMPT, max_new_tokens=2, do_sample=False))
+
+
+def test_a_pipeline_takes_no_ids(model):
+    with pytest.raises(ConfigurationError, match="A pipeline takes its prompt"):
+        model.pipe(input_ids=[4, 5])
+
+
 def test_beams_run_without_the_streamer(model):
     with model.generate(PROMPT, max_new_tokens=2, num_beams=3, do_sample=False) as tracer:
         hidden = model.transformer.h[0].output.save()
@@ -272,6 +296,73 @@ def test_the_tree_is_there_before_the_weights_and_stays(folder):
     assert torch.isfinite(hidden).all()
 
 
+def test_what_was_added_before_loading_is_there_after(folder):
+    model = LanguageModel(folder)
+    model.transformer.adapter = torch.nn.Linear(8, 8)
+    with model.trace(PROMPT):
+        hidden = model.transformer.h[0].output
+        adapted = model.transformer.adapter(hidden).save()
+    assert model._module.transformer.adapter is model.transformer.adapter._module
+    assert adapted.shape == (1, 3, 8)
+
+
+def test_a_model_loaded_late_generates(folder):
+    model = LanguageModel(folder)
+    with model.generate(PROMPT, max_new_tokens=2, do_sample=False) as tracer:
+        first = model.generator.streamer.output.save()
+        ids = tracer.result.save()
+    assert first.tolist() == [[4, 5, 6]]
+    assert ids.shape == (1, 5)
+
+
+def test_an_edited_copy_and_its_model_load_once(folder):
+    model = LanguageModel(folder)
+    with model.edit() as (_, edited):
+        edited.transformer.h[0].output[:] = 0
+    with edited.trace(PROMPT):
+        zeroed = edited.transformer.h[0].output.save()
+    with model.trace(PROMPT):
+        hidden = model.transformer.h[0].output.save()
+    assert model.dispatched
+    assert model._module is edited._module
+    assert not zeroed.any()
+    assert hidden.any()
+
+
+def test_stored_edits_come_first_in_every_kind_of_run(model):
+    with model.edit(inplace=True):
+        model.lm_head.output[..., 9] = 1e6
+    assert model.trace(PROMPT, trace=False).logits[0, -1].argmax() == 9
+    assert model.generate(PROMPT, max_new_tokens=1, do_sample=False)[0, -1] == 9
+    with model.generate(PROMPT, max_new_tokens=1, do_sample=False) as tracer:
+        ids = tracer.result.save()
+    assert ids[0, -1] == 9
+
+
+def test_traces_of_a_session_share_names(model):
+    with model.session():
+        with model.trace(PROMPT):
+            hidden = model.transformer.h[0].output
+        with model.trace(OTHER):
+            model.transformer.h[0].output = hidden[:, :1]
+            out = model.transformer.h[1].input.save()
+    assert torch.equal(
+        out,
+        model._module.transformer.h[0](
+            model._module.transformer.wte(torch.tensor([[4]]))
+            + model._module.transformer.wpe(torch.tensor([0]))
+        ),
+    )
+
+
+def test_a_part_can_have_a_second_name(folder):
+    model = LanguageModel(folder, rename={"transformer.h": "layers"})
+    assert model.layers is model.transformer.h
+    with model.trace(PROMPT):
+        hidden = model.layers[0].output.save()
+    assert torch.isfinite(hidden).all()
+
+
 def test_operations_named_before_loading_are_there_after(folder):
     model = LanguageModel(folder)
     operations = model.transformer.h[0].mlp.source
@@ -318,6 +409,15 @@ def test_a_scan_of_a_loaded_model_leaves_it_as_it_was(model):
         shape = model.output.logits.shape.save()
     assert shape[:2] == (2, 3)
     assert pickle.dumps(model._module.state_dict()) == before
+
+
+def test_a_scan_of_a_mixture_of_experts_leaves_how_they_are_computed():
+    model = LanguageModel(mixture_model(), tokenizer=word_tokenizer())
+    before = model.config._experts_implementation
+    with model.scan([PROMPT, OTHER]):
+        shape = model.model.layers[0].mlp.output.shape.save()
+    assert shape == (2, 3, 8)
+    assert model.config._experts_implementation == before
 
 
 def test_a_changed_configuration_is_built_and_loaded(folder):

@@ -216,3 +216,15 @@ def test_pairs_of_texts_are_encoded_together(masked):
     masked.task = "text-classification"
     given = given_to(masked, (({"text": "the cat", "text_pair": "sat"},), {}))
     assert given["input_ids"].tolist() == [IDS]
+
+
+def test_a_mask_beside_a_text_is_the_users(causal):
+    given = given_to(causal, (("the cat sat",), {"attention_mask": [[0, 1, 1]]}))
+    assert given["attention_mask"].tolist() == [[0, 1, 1]]
+    assert given["position_ids"].tolist() == [[0, 0, 1]]
+
+
+@pytest.mark.parametrize("prompt", ["the cat", IDS, [{"role": "user", "content": "the"}]])
+def test_ids_beside_another_prompt_are_refused(causal, prompt):
+    with pytest.raises(ConfigurationError, match="`input_ids` came beside another prompt"):
+        given_to(causal, ((prompt,), {"input_ids": [IDS]}))

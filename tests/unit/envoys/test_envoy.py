@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fakes.nets import Layer, Net, batch
-from nnsight_pp import Envoy, NNsight, NotSupportedError, UnknownLocationError
+from nnsight_pp import Envoy, NNsight, UnknownLocationError
 
 X = batch(2)
 
@@ -111,7 +111,7 @@ def test_print_folds_alike_layers(model):
     assert repr(model).splitlines() == [
         "Net(",
         "  (layers): ModuleList(",
-        "    (0-2): Layer(",
+        "    (0-2): 3 x Layer(",
         "      (fc): Linear(in_features=4, out_features=4, bias=True)",
         "      (act): Tanh()",
         "    )",
@@ -122,7 +122,7 @@ def test_print_folds_alike_layers(model):
 
 
 def test_print_shows_a_differing_layer_apart():
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(3, 3))
+    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(3, 3)])
     heads = [line.split(":")[0].strip() for line in repr(Envoy(module)).splitlines()[1:-1]]
     assert heads == ["(0-1)", "(2)", "(3)"]
 
@@ -163,10 +163,15 @@ def test_other_values_stay_on_the_node(model):
     assert not hasattr(model._module, "note")
 
 
-def test_tree_without_an_engine_refuses_to_run():
+def test_print_is_torchs_own_for_a_plain_model(model):
+    assert repr(model) == repr(model._module)
+
+
+def test_any_node_is_a_tree_that_runs():
     tree = Envoy(Net())
-    with pytest.raises(NotSupportedError):
-        tree.layers[0].trace(X)
+    with tree.trace(X):
+        hidden = tree.layers[0].output.save()
+    assert torch.equal(hidden, tree._module.layers[0](X))
     assert tree(X).shape == (2, 2)
 
 

@@ -1,8 +1,10 @@
 # A block under test binds names, and stands inside another `with`.
 import copy
 import functools
+import gc
 import pickle
 import traceback
+import weakref
 
 import pytest
 import torch
@@ -352,6 +354,26 @@ def test_a_local_class_and_what_it_closes_over():
     assert torch.equal(out, negative * 6)
 
 
+def factorial(x, depth=3):
+    if depth == 0:
+        return torch.ones_like(x)
+    return x * depth * factorial(x, depth - 1)
+
+
+def test_a_function_that_calls_itself():
+    def local(x, depth=2):
+        return torch.neg(x) if depth == 0 else local(x, depth - 1)
+
+    model = wrap(lambda self, x: factorial(local(x)))
+    with model.trace(X):
+        negative = model.source.local_0.source.local_0.source.local_0.source.torch_neg_0
+        assert torch.equal(negative.output, -X)
+        inner = model.source.factorial_0.source.factorial_0.output.save()
+        out = model.output.save()
+    assert torch.equal(out, factorial(-X))
+    assert torch.equal(inner, factorial(-X, 2))
+
+
 def test_a_lambda_on_the_instance():
     module = Small()
     module.fc.forward = lambda given: torch.neg(given).abs()
@@ -399,6 +421,20 @@ def test_copies_of_the_module_compute_with_their_own_weights(small, model):
             rectified = again.source.h_0.output.save()
         assert torch.equal(rectified, torch.ones(2, 3))
     assert torch.equal(small(X), parts(small, X)[2])
+
+
+def test_a_module_goes_when_its_user_drops_it():
+    def run():
+        model = NNsight(Small())
+        with model.trace(X):
+            model.source.softened_0.source.y_0.output.save()
+        return weakref.ref(model._module)
+
+    gc.disable()
+    try:
+        assert run()() is None
+    finally:
+        gc.enable()
 
 
 def test_two_trees_over_one_module(small):
@@ -680,6 +716,9 @@ def test_forward_replaced_after_wrapping_has_no_operations(small, model):
     small.fc.forward = lambda x: x
     with pytest.raises(SourceNotAvailable, match="replaced"):
         model.fc.source
+    with pytest.warns(UserWarning, match=r"model\.fc was replaced after"):
+        again = NNsight(small)
+    assert list(again.fc.source.names) == []
 
 
 def test_forward_without_text_has_no_operations():

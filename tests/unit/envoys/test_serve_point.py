@@ -14,7 +14,6 @@ from nnsight_pp.core.location import Location
 from nnsight_pp.envoys.gate import Gate
 from nnsight_pp.envoys.serve_point import (
     ServePoint,
-    fired_paths,
     install_serve_points,
     module_paths,
 )
@@ -110,13 +109,22 @@ class Shared(nn.Module):
         return self.b(self.a(x))
 
 
-def test_shared_module_takes_its_path_from_its_caller():
+def test_shared_module_is_one_node_that_is_visited_from_each_place():
     model = NNsight(Shared())
-    with model.trace(X):
-        first = model.a.rotary.output.save()
-        second = model.b.rotary.output.save()
-    assert torch.equal(first, model._module.a(X))
-    assert torch.equal(second, model._module.b(first))
+    assert model.b.rotary is model.a.rotary
+    with model.trace(X) as tracer:
+        first, second = [model.a.rotary.output for _ in tracer.iter[:2]]
+        seen = [first, second].save()
+    assert torch.equal(seen[0], model._module.a(X))
+    assert torch.equal(seen[1], model._module.b(seen[0]))
+
+
+def test_shared_module_of_a_split_model_takes_its_path_from_its_caller():
+    seen = served_by(Shared(), lambda m: m(X))
+    assert [one for one in seen if one.endswith("rotary.output")] == [
+        "model.a.rotary.output",
+        "model.b.rotary.output",
+    ]
 
 
 def test_two_names_under_one_parent_are_the_first_of_them():
@@ -194,18 +202,6 @@ def test_forward_set_on_the_instance_is_kept():
     with NNsight(module).trace(X) as tracer:
         out = tracer.result.save()
     assert torch.equal(out, expected)
-
-
-def test_fired_paths_are_those_that_ran_and_nothing_stays():
-    module = Net()
-
-    def run():
-        module.layers[0](X)
-        yield
-
-    fired = fired_paths(module_paths(module), run())
-    assert fired == {"model.layers.0", "model.layers.0.fc", "model.layers.0.act"}
-    assert "forward" not in module.layers[0].__dict__
 
 
 def test_locations_name_their_module():

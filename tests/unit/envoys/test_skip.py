@@ -5,6 +5,9 @@ from torch import nn
 
 from fakes.nets import WIDTH, Net, batch
 from nnsight_pp import NNsight, OutOfOrderError, RowsError
+from nnsight_pp.core.rows import Replacement, Rows
+from nnsight_pp.engines.hf.beam_cut import BeamCut
+from nnsight_pp.interleave.visit import OpenVisit
 
 X = batch(2)
 
@@ -111,6 +114,16 @@ def test_a_skip_for_some_rows_is_refused(model):
                 model.layers[1].skip(torch.ones(2, WIDTH))
             with tracer.invoke(X):
                 model.output.save()
+
+
+def test_rows_of_a_beam_search_are_skipped_together():
+    offered = Replacement()
+    for start, value in ((0, 1.0), (1, 2.0)):
+        cut = BeamCut(Rows(start, 1, 2), {1, 3})
+        visit = OpenVisit(offered, cut)
+        visit.assign(torch.full((3, WIDTH), value))
+        visit.commit()
+    assert offered.whole("model.head")[:, 0].tolist() == [1, 1, 1, 2, 2, 2]
 
 
 def test_an_invoke_without_input_skips_for_all(model):

@@ -61,3 +61,45 @@ def test_a_peer_that_is_gone_needs_not_release():
     table.end("s")
     table.released("s", 1)
     assert table.statistics()["shelves"] == 0
+
+
+def call(number: int, kind: str = "call", step: int = 0) -> Question:
+    return Question(AskKey("r", number), "model.a.call", step, (), kind)
+
+
+def test_a_call_that_has_not_run_when_its_step_is_closed_is_deferred():
+    table = Publications([1], pick)
+    answers: list[Answer] = []
+    table.ask(call(0), answers.append)
+    assert answers == []
+    table.close("r", 0)
+    table.ask(call(0), answers.append)
+    table.publish(AskKey("r", 0), Location("model.a", "call"), "result")
+    table.ask(call(0), answers.append)
+    assert answers == [Answer("deferred"), Answer("deferred"), Answer("value", "result")]
+
+
+def test_the_last_question_for_a_call_waits_until_it_has_run_or_never_will():
+    table = Publications([1], pick)
+    answers: list[Answer] = []
+    table.close("r", 0)
+    table.ask(call(0, "last call"), answers.append)
+    table.ask(call(1, "last call"), answers.append)
+    table.close("r", 1)
+    assert answers == []
+    table.publish(AskKey("r", 0), Location("model.a", "call"), "result")
+    assert answers == [Answer("value", "result")]
+    table.end("r")
+    assert answers[1].kind == "error"
+    assert table.statistics()["waiting"] == 0
+
+
+def test_a_constant_is_answered_whatever_became_of_the_worker():
+    table = Publications([1], pick, {"model.a.weight": [7, 8]}.__getitem__)
+    table.fail("r", "failed")
+    answers: list[Answer] = []
+    for location in ("model.a.weight", "model.b.weight"):
+        table.ask(Question(AskKey("r", 3), location, 9, (1,), "constant"), answers.append)
+    assert [answer.kind for answer in answers] == ["value", "error"]
+    assert answers[0].value == 8
+    assert table.statistics()["shelves"] == 1

@@ -1,4 +1,5 @@
 # A block under test binds names, and stands inside another `with`.
+import contextlib
 import os
 import subprocess
 import sys
@@ -172,11 +173,57 @@ def test_context_managers_before_the_tracer_are_around_the_run(model):
     assert not out.requires_grad
 
 
-def test_context_manager_behind_the_tracer_is_refused(model):
+def test_context_managers_behind_the_tracer_are_entered_around_the_run(model):
+    log = []
+
+    @contextlib.contextmanager
+    def noted(name):
+        log.append(f"{name} begins")
+        yield name
+        log.append(f"{name} ends")
+
+    with model.trace(X) as tracer, noted("one") as one, torch.no_grad(), noted("two"):
+        log.append(one)
+        out = tracer.result.save()
+    assert not out.requires_grad
+    assert torch.is_grad_enabled()
+    assert log == ["one begins", "two begins", "one", "two ends", "one ends"]
+
+
+def test_context_managers_on_further_lines_are_entered_once(model):
+    with (
+        nullcontext(),
+        model.trace(X) as tracer,
+        nullcontext(2) as factor,
+        torch.no_grad(),
+    ):
+        out = save(tracer.result * factor)
+    assert torch.equal(out, model._module(X) * 2)
+    assert not out.requires_grad
+
+
+def test_what_a_context_manager_behind_the_tracer_swallows_is_gone(model):
+    with model.trace(X), contextlib.suppress(KeyError):
+        raise KeyError
+    with pytest.raises(KeyError):
+        with model.trace(X), torch.no_grad():
+            raise KeyError
+
+
+def test_two_tracers_in_one_with_are_refused(model):
+    ran = []
+    with pytest.raises(BlockShapeError, match="Two tracers"):
+        with model.trace(X), NNsight(Net(3)).trace(X):
+            ran.append(1)
+    assert ran == []
+
+
+def test_context_manager_behind_an_invoke_is_refused(model):
     ran = []
     with pytest.raises(BlockShapeError, match="last item"):
-        with model.trace(X), torch.no_grad():
-            ran.append(1)
+        with model.trace() as tracer:
+            with tracer.invoke(X), torch.no_grad():
+                ran.append(1)
     assert ran == []
 
 

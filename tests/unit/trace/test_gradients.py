@@ -1,8 +1,10 @@
 # A block under test binds names, and stands inside another `with`.
 import contextlib
+import gc
 import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -233,6 +235,25 @@ def test_error_of_torch_keeps_its_class(model):
                 hidden.grad
             with loss.backward():
                 hidden.grad
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_model_and_values_go_when_their_user_drops_them(is_right):
+    def run():
+        model = NNsight(Net())
+        with contextlib.suppress(ZeroDivisionError):
+            with model.trace(X):
+                hidden = model.layers[1].output
+                with model.output.sum().backward():
+                    gradient = hidden.grad.save()
+                    gradient / (1 if is_right else 1 / 0)
+        return weakref.ref(model._module), weakref.ref(model.layers[0].fc.weight)
+
+    gc.disable()
+    try:
+        assert [one() for one in run()] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_two_passes_over_one_graph_do_not_add_up(model):

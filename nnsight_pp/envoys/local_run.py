@@ -1,0 +1,252 @@
+"""Run a module of this process with blocks beside it.
+
+The plainest backend, and the reference that every other one is compared with: values are the live
+objects of the forward, edits land in them, and they stay in the autograd graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from greenlet import getcurrent
+
+from nnsight_pp.core.rows import WholeCut
+from nnsight_pp.envoys.cache_view import Cache
+from nnsight_pp.envoys.gate import Gate
+from nnsight_pp.envoys.row_batch import on_device_of
+from nnsight_pp.envoys.serve_point import install_serve_points
+from nnsight_pp.envoys.tree_node import Forest
+from nnsight_pp.errors import (
+    ConfigurationError,
+    EarlyStopException,
+    OutOfOrderError,
+    UnknownLocationError,
+    explain,
+)
+from nnsight_pp.interleave import thread_state
+from nnsight_pp.interleave.clock import VisitClock
+from nnsight_pp.interleave.interleaver import Interleaver
+from nnsight_pp.interleave.worker import Worker
+from nnsight_pp.trace.clean import raise_again
+from nnsight_pp.trace.gradients import install_backward, refuse_in_backward
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from nnsight_pp.core.location import Location
+    from nnsight_pp.core.protocols import Cut
+    from nnsight_pp.envoys.edits import Edit
+    from nnsight_pp.envoys.renaming import Spelling
+    from nnsight_pp.envoys.tree_node import TreeNode
+    from nnsight_pp.trace.tracer import Invocation
+
+
+class _AbandonedRun(BaseException):
+    """Leaves the model's forward when a block has raised. Never reaches the user."""
+
+
+@final
+class LocalForest(Forest):
+    """The nodes of one module of this process, and its runs, one at a time."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        super().__init__(spelling)
+        self.gate = Gate()
+        # The turns of the run that is on, and the node at which it started.
+        self._turns: Interleaver | None = None
+        self._start: TreeNode | None = None
+        # Whose call of a module is served, beside the run's own: a worker's greenlet.
+        self._hooking: Any = None
+        install_backward()
+
+    @property
+    def interleaving(self) -> bool:
+        """Whether a run with blocks is on."""
+        return self._turns is not None
+
+    def added(self, node: TreeNode) -> None:
+        """Put serve points on ``node`` and all below it."""
+        install_serve_points({one.path: one._module for one in node.nodes()}, self.gate)
+
+    def check(self, worker: Worker, location: Location) -> None:
+        """Raise where ``worker`` does not run beside this model."""
+        refuse_in_backward(worker, location)
+        if self._turns is None or worker.turns is not self._turns.asks:
+            raise UnknownLocationError(
+                explain(
+                    f"{location} of another model was used.",
+                    where=worker.where(),
+                    why="A block runs beside one model, the one whose `trace` it stands in.",
+                    todo="Save the value in the other model's trace, and use what was saved.",
+                )
+            )
+
+    @contextlib.contextmanager
+    def hooking(self) -> Iterator[None]:
+        """Serve, in the caller's greenlet, what a block calls, to the other blocks."""
+        before, self._hooking = self._hooking, getcurrent()
+        try:
+            yield
+        finally:
+            self._hooking = before
+
+    def cache(
+        self, worker: Worker, modules: Sequence[Any] | None, options: Mapping[str, Any]
+    ) -> Any:
+        """Return what keeps the values of ``modules`` as ``worker`` sees them, from now on."""
+        assert self._turns is not None
+        assert self._start is not None
+        root = self._start.root
+        cache = Cache(root, worker, modules, dict(options))
+        for location, observe in cache.observers():
+            self._turns.observers.setdefault(location, []).append(observe)
+        return cache.view()
+
+    def run(
+        self,
+        start: TreeNode,
+        call: Callable[..., Any],
+        module: torch.nn.Module,
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        blocks: tuple[Sequence[Cut], Sequence[Invocation]],
+        edits: Sequence[Edit],
+    ) -> Any:
+        """Make one call with blocks beside it, and return what it returned.
+
+        Args:
+            start: The node at which the run starts.
+            call: What is called.
+            module: Where the arguments are moved to.
+            arguments: The positional and the named ones.
+            blocks: How each block sees the call's values; the blocks.
+            edits: Stored blocks, which come first and see everything.
+        """
+        if self._turns is not None:
+            raise ConfigurationError(
+                explain(
+                    "This model is already running a trace.",
+                    why="A trace of a model cannot run inside another trace of the same model, "
+                    "nor in another thread at the same time.",
+                    todo="Put both into one trace, or wrap the module a second time.",
+                )
+            )
+        args, kwargs = on_device_of(module, arguments)
+        cuts, invocations = blocks
+        stored = [edit.invocation() for edit in edits]
+        switch: Any = thread_state.load()
+        turns = self._turns = Interleaver(VisitClock(), switch)
+        self._start, turns.asks.surface = start, self
+        workers: list[Worker] = []
+        result, is_over = None, False
+        try:
+            for number, one in enumerate((*stored, *invocations)):
+                worker = _worker(f"invoke {number - len(stored)}", one)
+                worker.cut = WholeCut() if number < len(stored) else cuts[number - len(stored)]
+                workers.append(worker)
+                turns.add(worker)
+                if turns.failed is not None:
+                    break
+            if turns.failed is None:
+                self.gate.serve = self._serving(turns)
+                result = call(*args, **kwargs)
+                self.gate.serve = None
+                for worker in workers:
+                    turns.finish(worker.request, result)
+            is_over = True
+        except _AbandonedRun:
+            is_over = True
+        finally:
+            self.gate.close()
+            failed, turns.failed = turns.failed, None
+            for worker in workers:
+                turns.drop(worker.request)
+                worker.let_go()
+            if not is_over:
+                _unwound(workers)
+            turns.observers.clear()
+            turns.asks.surface = None
+            self._turns = self._start = None
+        _settle(failed, workers, (*stored, *invocations), len(stored))
+        return result
+
+    def _serving(self, turns: Interleaver) -> Callable[[Location, Any], Any]:
+        """Return what serves the values that the caller's own thread and turn compute."""
+        driver = getcurrent()
+
+        def serve(location: Location, value: Any) -> Any:
+            # Not in a call made by a block, nor by another thread: these are not part of the run.
+            current = getcurrent()
+            if current is not driver:
+                hooking = self._hooking is current
+                return turns.serve(location, value) if hooking else value
+            value = turns.serve(location, value)
+            if turns.failed is not None:
+                raise _AbandonedRun
+            return value
+
+        return serve
+
+
+def _worker(request: str, invocation: Invocation) -> Worker:
+    given = [invocation]
+
+    def run() -> None:
+        own = given.pop()  # the worker outlives its names
+        try:
+            exec(own.block.code(), own.scope)
+        finally:
+            own.is_over = True
+
+    slot = thread_state.load().new_slot(torch.is_grad_enabled())
+    return Worker(request, run, invocation.block.filename, slot, saves=invocation.saves)
+
+
+def _settle(
+    failed: Worker | None,
+    workers: Sequence[Worker],
+    invocations: Sequence[Invocation],
+    num_stored: int,
+) -> None:
+    """Raise what the first block to fail raised, else take what the blocks bound.
+
+    A block that stopped the run has not failed; another one may have been left behind by it.
+    """
+    raised = next((one for one in (failed, *workers) if one is not None and _has_failed(one)), None)
+    if raised is not None and raised.error is not None:
+        # The traceback of an error holds frames that hold its worker: let go of it here.
+        errors = [raised.error]
+        for worker in workers:
+            worker.error = None
+        raise_again(errors.pop())
+    for number, worker in enumerate(workers):
+        worker.error = None
+        if number >= num_stored:
+            invocations[number].warnings.extend(worker.warnings)
+            invocations[number].take_bound()
+        elif len(invocations) > num_stored:
+            invocations[num_stored].warnings.extend(worker.warnings)
+        else:
+            for text in worker.warnings:
+                warnings.warn(text, UserWarning, stacklevel=2)
+
+
+def _unwound(workers: Sequence[Worker]) -> None:
+    """Let go of what the blocks raised when the model's own error had ended them."""
+    for worker in workers:
+        error, worker.error = worker.error, None
+        if error is not None and not isinstance(error, OutOfOrderError):
+            warnings.warn(
+                f"A block raised {type(error).__name__} ({error}) while it was being unwound, "
+                "because the model itself had raised.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+
+def _has_failed(worker: Worker) -> bool:
+    return worker.error is not None and not isinstance(
+        worker.error, (EarlyStopException, _AbandonedRun)
+    )

@@ -1,0 +1,102 @@
+"""What a module takes and gives, as attributes of its node."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+from nnsight_pp.core.location import Location
+from nnsight_pp.envoys.operations import source_of
+from nnsight_pp.interleave.worker import current_worker
+from nnsight_pp.parallel.lazy import first_input, with_first_input
+from nnsight_pp.trace.mount import savable
+
+if TYPE_CHECKING:
+    from nnsight_pp.envoys.envoy import Envoy
+    from nnsight_pp.envoys.operations import Source
+    from nnsight_pp.interleave.worker import Worker
+
+
+class Values:
+    """The part of an `Envoy` that asks the running worker for values."""
+
+    if TYPE_CHECKING:
+        _raised: AttributeError | None
+
+        @property
+        def path(self) -> str: ...
+        @property
+        def root(self) -> Any: ...
+
+    def _set_locations(self, path: str) -> None:
+        self._input = Location(path, "input")
+        self._output = Location(path, "output")
+
+    def _worker(self, location: Location) -> Worker:
+        worker = current_worker(location)
+        self.root._check_worker(worker, location)
+        return worker
+
+    def _value(self, location: Location) -> Any:
+        worker = self._worker(location)
+        assert worker.turns is not None
+        return savable(worker.turns.read(worker, location))
+
+    def _read(self, location: Location) -> Any:
+        """Return a value, for the getter of a property."""
+        try:
+            return self._value(location)
+        except AttributeError as error:
+            self._raised = error
+            raise
+
+    def _write(self, location: Location, value: Any) -> None:
+        worker = self._worker(location)
+        assert worker.turns is not None
+        worker.turns.write(worker, location, value)
+
+    def _offer(self, location: Location, value: Any) -> Any:
+        """Serve ``value`` where a run is on; return what it goes on as."""
+        serve = self.root._gate_of_sources().serve
+        return value if serve is None else serve(location, value)
+
+    @property
+    def output(self) -> Any:
+        """What the module's forward returns at this step."""
+        return self._read(self._output)
+
+    @output.setter
+    def output(self, value: Any) -> None:
+        self._write(self._output, value)
+
+    @property
+    def inputs(self) -> Any:
+        """What the module is called with: ``(args, kwargs)``."""
+        return self._read(self._input)
+
+    @inputs.setter
+    def inputs(self, value: Any) -> None:
+        self._write(self._input, value)
+
+    @property
+    def input(self) -> Any:
+        """The first positional argument of the module, else the first named one."""
+        return first_input(self._read(self._input))
+
+    @input.setter
+    def input(self, value: Any) -> None:
+        self._write(self._input, with_first_input(self._value(self._input), value))
+
+    def skip(self, value: Any) -> None:
+        """Do not run the module's forward at this step: ``value`` is its output.
+
+        ``value`` may be computed from the module's own input. In a batch of several prompts every
+        block must skip it, each for its own rows.
+        """
+        location = Location(self.path, "skip")
+        self.root._will_skip(location)
+        self._write(location, value)
+
+    @property
+    def source(self) -> Source:
+        """The calls and assignments inside the module's forward. Touch it before the trace."""
+        return source_of(cast("Envoy", self))

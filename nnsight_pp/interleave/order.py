@@ -1,0 +1,117 @@
+"""What a worker may ask for now, and what the refusal says.
+
+Within a step, asks go forward through the stages and through each stage's locations (Note [Order
+across stages] in `interleave.interleaver`). Who makes the asks is `interleave.asks`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, final
+
+from nnsight_pp.core.location import Visit
+from nnsight_pp.interleave.unwind import out_of_order
+from nnsight_pp.interleave.worker import Mark
+
+if TYPE_CHECKING:
+    from nnsight_pp.core.location import Location
+    from nnsight_pp.core.protocols import Owners
+    from nnsight_pp.errors import OutOfOrderError
+    from nnsight_pp.interleave.clock import Clock
+    from nnsight_pp.interleave.worker import Worker
+
+# Sorts behind every stage: after the result of a request nothing can be asked for.
+_BEHIND_ALL = 1 << 30
+
+
+@final
+class Order:
+    """The checks of one rank. The arguments are those of `interleaver.Interleaver`."""
+
+    def __init__(self, clock: Clock, *, stage: int, owners: Owners | None, where: str) -> None:
+        self._clock = clock
+        self._stage = stage
+        self._where = where
+        self._has_stages = owners is not None
+        self._position_of = None if owners is None else owners.position_of
+        # Requests whose last step is over: their pulls may be waited for in place.
+        self.finishing: set[str] = set()
+
+    def check(self, worker: Worker, location: Location, visit: int, owner: int | None) -> None:
+        """Refuse an ask that cannot be answered any more; note how far the worker is now.
+
+        Raises:
+            OutOfOrderError: The model, or the block, is already past it.
+        """
+        if worker.mark.stage == _BEHIND_ALL and owner is not None:
+            why = "The result is the last thing that a block can ask for."
+            raise out_of_order(worker, Visit(location, visit), self._where, why)
+        opened = self._clock.opened(worker.request)
+        # Over on every stage, unless a call has held this worker up: others may have served it.
+        if opened is not None and visit < opened <= worker.reached:
+            raise self.too_late(worker, location, visit)
+        if owner is not None:
+            self._check_forward(worker, location, visit, owner)
+        # Last, as only the owner can tell.
+        if owner is None or owner == self._stage:
+            is_late = opened is not None and worker.request in self.finishing
+            if is_late or self._clock.has_passed(worker, location, visit):
+                raise self.alone(worker, self.too_late(worker, location, visit), at=worker.asked)
+
+    @staticmethod
+    def end(worker: Worker) -> None:
+        """Note that ``worker`` asks for the result, behind which there is nothing."""
+        worker.mark = Mark(worker.mark.step, _BEHIND_ALL, 0)
+
+    def _check_forward(self, worker: Worker, location: Location, visit: int, owner: int) -> None:
+        """Refuse a step backwards; note how far the worker is now.
+
+        Where the places of both are known, every number of stages refuses the same asks at once, so
+        the block may catch it. Else whether it is refused at once depends on how the model is cut.
+        """
+        position = None if self._position_of is None else self._position_of(location)
+        mark = worker.mark
+        if mark.step == visit:
+            known = None if position is None or mark.position is None else position - mark.position
+            if owner < mark.stage:
+                why = (
+                    f"It belongs to stage {owner}, and the block has already asked stage "
+                    f"{mark.stage} in this step. A block must ask for values in the order in which "
+                    "the model computes them."
+                )
+                error = out_of_order(worker, Visit(location, visit), self._where, why)
+                raise error if known is not None else self.alone(worker, error, at=worker.asked)
+            if owner == mark.stage and known is not None and known <= 0:
+                raise self.too_late(worker, location, visit)
+        worker.mark = Mark(visit, owner, position)
+
+    def check_no_late_edit(self, worker: Worker) -> None:
+        """See Note [A wait for a call closes the visit] in `interleave.asks`.
+
+        Raises:
+            OutOfOrderError: An edit came too late for the model.
+        """
+        early = worker.closed_early
+        if early is None or not early.visit.was_edited_since():
+            return
+        worker.closed_early = None
+        why = (
+            f"It was edited after the block had waited for {early.wait}, and by then the model had "
+            "gone on. Edit it before that result is used, or use a second trace."
+        )
+        raise self.alone(worker, out_of_order(worker, early.edited, self._where, why))
+
+    def alone(self, worker: Worker, error: Exception, *, at: int | None = None) -> Exception:
+        """Note that ``error`` is raised on this stage only (where stages are a notion at all)."""
+        return worker.alone(error, at=at) if self._has_stages else error
+
+    def too_late(self, worker: Worker, location: Location, visit: int) -> OutOfOrderError:
+        """Return the error for an ask that nothing will answer any more."""
+        late = worker.held_up
+        if late is None or late.number > visit:
+            return out_of_order(worker, Visit(location, visit), self._where)
+        why = (
+            f"The block waited for {late}, a call that another stage could answer only when this "
+            "stage was through with the step. Use the result later in the block, or in a second "
+            "trace."
+        )
+        return out_of_order(worker, Visit(location, visit), self._where, why)

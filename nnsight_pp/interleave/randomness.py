@@ -1,0 +1,300 @@
+"""The random numbers that a block draws on an engine: alike on every rank, and nobody else's.
+
+Every rank runs the same block, so from one seed every rank draws the same numbers. While a worker
+has the turn, the generators of the process are its own; when it gives the turn back, they are what
+they were before. So neither the model's sampling nor another request's block sees a draw.
+
+torch's CPU generator is exchanged at every turn, and CUDA's where CUDA is in use. The states of
+Python's `random` and of `numpy.random` are costly to read, so they are exchanged only for a block
+that may draw from them. `draws_of` decides that from the names which can be reached from the
+block's code: the code of the block, of what it defines, and of the functions, methods and modules
+that it refers to, the installed ones included, torch and the standard library excepted.
+
+* A name, an attribute, an import or a text ``random``, or a function of either module, counts as a
+  draw; it may be one from `numpy.random` where numpy is in reach too.
+* Code that can reach any name (`eval`, `exec`, `__import__`, `import_module`), and code that is too
+  large to be looked through, counts as a draw from both.
+
+Not covered: numbers that are meant to differ at every run. A generator that the block makes without
+a seed (`numpy.random.default_rng()`, `torch.Generator().seed()`, `random.seed()`,
+`random.SystemRandom`) differs on every rank. Give it a seed. Nor is code that is found only when
+it runs (`getattr` with a text that was put together, a compiled extension that draws by itself).
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+from collections.abc import Mapping
+from functools import lru_cache, partial
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
+
+import torch
+
+from nnsight_pp.core.meaning import all_codes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# How many pieces of code and how many values are looked at before a block counts as drawing.
+_MOST_CODES = 2000
+_MOST_VALUES = 20_000
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.Tensor})
+_ANY_NAME = frozenset({"eval", "exec", "__import__", "import_module"})
+# What draws from neither, or only by functions that are found by their class.
+_QUIET = frozenset(
+    {"torch", "nnsight_pp", "numpy", *sys.stdlib_module_names} - {"test", "__main__"}
+)
+# Quiet themselves; what they hold may not be.
+_HOLDERS = (torch.nn.Module, type(lru_cache(int)))
+_SEED_BITS = 64
+
+
+class Draws(NamedTuple):
+    """Whether a block may draw from the generators that are costly to exchange."""
+
+    python: bool
+    numpy: bool
+
+
+class Kept(NamedTuple):
+    """States of all generators of the process that are exchanged."""
+
+    cpu: torch.Tensor
+    cuda: torch.Tensor | None
+    python: Any
+    numpy: Any
+
+
+@final
+class Randomness:
+    """One worker's generators. Enter it for each turn of the worker.
+
+    Args:
+        seed: Alike on every rank, different for every request.
+        python: Whether the block may draw from Python's `random`.
+        numpy: Whether it may draw from `numpy.random`.
+
+    Cost: 4 microseconds a turn; 43 more with ``python``, 340 more with ``numpy``.
+    """
+
+    __slots__ = ("_driver", "_numpy", "_own", "_python", "_seed")
+
+    def __init__(self, seed: int, *, python: bool, numpy: bool) -> None:
+        self._seed = seed % (1 << _SEED_BITS)
+        self._python = python
+        # Imported only here: a process that never draws from it need not have it.
+        self._numpy: Any = importlib.import_module("numpy.random") if numpy else None
+        # Invariant: the driver's states are held exactly while the worker has the turn.
+        self._driver: Kept | None = None
+        self._own: Kept | None = None
+
+    def __enter__(self) -> Self:
+        """Keep the driver's states, and put the worker's in force."""
+        assert self._driver is None, "a worker got a second turn inside its own"
+        self._driver = self.kept()
+        try:
+            if self._own is None:
+                self._start()
+            else:
+                self.restore(self._own)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Keep the worker's states, and put the driver's in force, however the turn ended."""
+        driver, self._driver = self._driver, None
+        assert driver is not None
+        try:
+            self._own = self.kept()
+        finally:
+            self.restore(driver)
+
+    def kept(self) -> Kept:
+        """Return the states as they are now."""
+        return Kept(
+            torch.default_generator.get_state(),
+            _cuda_generator().get_state() if torch.cuda.is_initialized() else None,
+            random.getstate() if self._python else None,
+            self._numpy.get_state(legacy=False) if self._numpy is not None else None,
+        )
+
+    def restore(self, kept: Kept) -> None:
+        """Put ``kept`` in force."""
+        torch.default_generator.set_state(kept.cpu)
+        if torch.cuda.is_initialized():
+            if kept.cuda is None:  # CUDA was started during the last turn
+                _cuda_generator().manual_seed(self._seed)
+            else:
+                _cuda_generator().set_state(kept.cuda)
+        if self._python:
+            random.setstate(kept.python)
+        if self._numpy is not None:
+            self._numpy.set_state(kept.numpy)
+
+    def _start(self) -> None:
+        torch.default_generator.manual_seed(self._seed)
+        if torch.cuda.is_initialized():
+            _cuda_generator().manual_seed(self._seed)
+        if self._python:
+            random.seed(self._seed)
+        if self._numpy is not None:
+            self._numpy.seed([self._seed & 0xFFFFFFFF, self._seed >> 32])
+
+
+def _cuda_generator() -> Any:
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+# ---- which generators a block may draw from ----------------------------------------------------
+
+
+def draws_of(code: CodeType, names: Mapping[str, Any]) -> Draws:
+    """Return from which generators ``code`` may draw, which looks ``names`` up around itself.
+
+    Cost: some 20 microseconds for a block without helpers; below 10 milliseconds for any.
+    """
+    scan = _Scan()
+    scan.add_code(code, names)
+    try:
+        return scan.run()
+    except RecursionError:  # objects in objects, too deep to be looked through
+        return Draws(python=True, numpy="numpy" in sys.modules)
+
+
+@final
+class _Scan:
+    """A walk over the code that a block can reach."""
+
+    def __init__(self) -> None:
+        self._has_numpy = False
+        self._is_drawing = False
+        self._is_open = False
+        self._seen: set[int] = set()
+        self._codes: list[tuple[CodeType, Mapping[str, Any]]] = []
+        # Keeps alive what `_seen` names by id.
+        self._alive: list[Any] = []
+
+    def add_code(self, code: CodeType, names: Mapping[str, Any]) -> None:
+        """Look through ``code``, whose names mean what ``names`` says."""
+        self._codes.append((code, names))
+
+    def run(self) -> Draws:
+        """Return what anything in reach may draw from."""
+        num_codes = 0
+        while self._codes and not self._is_open:
+            code, names = self._codes.pop()
+            for one in all_codes(code):
+                num_codes += 1
+                self._visit_code(one, names)
+            if num_codes > _MOST_CODES:
+                self._is_open = True
+        if self._is_open:
+            return Draws(python=True, numpy="numpy" in sys.modules or self._has_numpy)
+        return Draws(self._is_drawing, self._is_drawing and self._has_numpy)
+
+    def _visit_code(self, code: CodeType, names: Mapping[str, Any]) -> None:
+        mentioned = [*code.co_names, *(one for one in code.co_consts if isinstance(one, str))]
+        for name in mentioned:
+            parts = name.split(".") if len(name) < 100 else ()
+            self._has_numpy = self._has_numpy or "numpy" in parts
+            self._is_drawing = self._is_drawing or "random" in parts
+            self._is_open = self._is_open or not _ANY_NAME.isdisjoint(parts)
+        for name in code.co_names:
+            try:
+                value = names[name]
+            except KeyError:
+                continue
+            self._visit(value, code.co_names)
+
+    def _visit(self, value: Any, mentioned: Iterable[str]) -> None:
+        """Look at a value that is in reach; ``mentioned`` may be attributes of it."""
+        # CAUTION: a value of the model is read when it is asked for an attribute, even its class.
+        kind = type(value)
+        is_known = id(value) in self._seen and not issubclass(kind, ModuleType)
+        if is_known or kind in _PLAIN or self._is_open:
+            return
+        self._seen.add(id(value))
+        self._alive.append(value)
+        self._is_open = len(self._alive) > _MOST_VALUES
+        if issubclass(kind, ModuleType):
+            self._visit_module(value, mentioned)
+        elif issubclass(kind, partial):
+            for part in (value.func, *value.args, *value.keywords.values()):
+                self._visit(part, mentioned)
+        elif kind is MethodType:
+            self._visit(value.__func__, mentioned)
+            self._visit(value.__self__, mentioned)
+        elif kind is FunctionType:
+            self._visit_function(value)
+        elif kind in (list, tuple, set, frozenset):
+            for part in value:
+                self._visit(part, mentioned)
+        elif kind is dict:
+            for part in value.values():
+                self._visit(part, mentioned)
+        elif issubclass(kind, type):
+            self._visit_class(value)
+        else:
+            self._visit_object(value)
+
+    def _is_settled(self, module: str) -> bool:
+        """Note what a thing of ``module`` may draw from; return whether that is all there is."""
+        root = _root(module)
+        self._has_numpy = self._has_numpy or root == "numpy"
+        if module == "random" or module.startswith("numpy.random"):
+            self._is_drawing = True
+        return root in _QUIET
+
+    def _visit_module(self, module: ModuleType, mentioned: Iterable[str]) -> None:
+        if not self._is_settled(module.__name__):
+            held = vars(module)
+            for name in mentioned:
+                part = held.get(name)
+                if part is not None and id(part) not in self._seen:
+                    self._visit(part, mentioned)
+
+    def _visit_function(self, function: FunctionType) -> None:
+        if not self._is_settled(function.__module__ or ""):
+            self.add_code(function.__code__, function.__globals__)
+            names = function.__code__.co_names
+            for cell in function.__closure__ or ():
+                try:
+                    self._visit(cell.cell_contents, names)
+                except ValueError:
+                    continue  # not bound yet
+            named = (function.__kwdefaults__ or {}).values()
+            for default in (*(function.__defaults__ or ()), *named):
+                self._visit(default, names)
+
+    def _visit_class(self, kind: type) -> None:
+        for one in kind.__mro__:
+            if not self._is_settled(one.__module__):
+                for part in list(vars(one).values()):
+                    if isinstance(part, staticmethod | classmethod):
+                        part = part.__func__
+                    elif isinstance(part, property):
+                        part = part.fget
+                    if type(part) is FunctionType:
+                        self._visit(part, ())
+
+    def _visit_object(self, value: Any) -> None:
+        kind = type(value)
+        self._visit(kind, ())
+        if kind is BuiltinMethodType:  # `random.random` is a method of an object
+            self._visit(type(value.__self__), ())
+        elif _root(kind.__module__) not in _QUIET or issubclass(kind, _HOLDERS):
+            try:
+                held = object.__getattribute__(value, "__dict__")
+            except AttributeError:
+                return
+            for part in list(held.values()):
+                self._visit(part, ())
+
+
+def _root(module: str) -> str:
+    return module.partition(".")[0]

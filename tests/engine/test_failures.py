@@ -1,0 +1,41 @@
+"""A rank that dies ends the engine with words, and the next run starts a new one."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from nnsight_pp import VLLM, EngineDiedError
+
+
+def test_a_killed_rank_is_an_error_and_not_a_hang(tiny_llama_path: Path) -> None:
+    model = VLLM(
+        str(tiny_llama_path),
+        pipeline_parallel_size=2,
+        dtype="float32",
+        max_model_len=128,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    layers = list(model.model.layers)
+    try:
+        with model.trace("one two three", temperature=0.0, max_tokens=2):
+            before = layers[3].mlp.output.save()
+        pids = [pickle.loads(answer)[1] for answer in model._call("nnsight_describe")]
+        os.kill(pids[1], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(EngineDiedError, match="died"):
+            with model.trace("one two three", temperature=0.0, max_tokens=2):
+                late = layers[3].mlp.output.save()
+        assert time.monotonic() - started < 60
+        model.close()
+        with model.trace("one two three", temperature=0.0, max_tokens=2):
+            after = layers[3].mlp.output.save()
+        assert after.equal(before)
+        assert model.request_counts() == [0, 0]
+    finally:
+        model.close()

@@ -1,0 +1,156 @@
+"""What the scheduler does to a request never shows in what its block sees, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.compare import assert_same
+from nnsight_pp import VLLM, ConfigurationError, NotSupportedError
+
+STEPS = 70
+PROMPTS = ["one two three four", "a small river runs", "the last of the three prompts is longer"]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama_path: Path) -> Iterator[VLLM]:
+    """A two-stage engine whose KV cache holds two of three requests to their end."""
+    model = VLLM(
+        str(tiny_llama_path),
+        pipeline_parallel_size=2,
+        dtype="float32",
+        max_model_len=160,
+        block_size=32,
+        num_gpu_blocks_override=7,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+def follow(model: VLLM, prompts: list[str]) -> list[list[Any]]:
+    """Return, for each prompt, an early and a late value and the logits of every step."""
+    layers = list(model.model.layers)
+    found: list[list[Any]] = [[] for _ in prompts]
+    with model.trace(temperature=0.0, max_tokens=STEPS, ignore_eos=True) as tracer:
+        for mine, prompt in zip(found, prompts, strict=True):
+            with tracer.invoke(prompt):
+                for step in tracer.iter[:STEPS]:
+                    early = layers[0].mlp.output
+                    layers[-1].mlp.output[-1] += 0.1 * early[-1]
+                    mine.append((early.shape[0], early[-1], model.logits[0, :50]))
+    return found
+
+
+def test_preempted_requests_see_each_step_once(model: VLLM) -> None:
+    together = follow(model, PROMPTS)
+    assert all(rank["resumed"] > 0 for rank in model.statistics()), "nothing was preempted"
+    alone = [follow(model, [prompt])[0] for prompt in PROMPTS]
+    for mine, wanted in zip(together, alone, strict=True):
+        assert [rows for rows, _, _ in mine] == [rows for rows, _, _ in wanted]
+        assert_same([step[1:] for step in mine], [step[1:] for step in wanted], "steps")
+    assert model.request_counts() == [0, 0]
+
+
+def test_a_steered_prompt_leaves_nothing_in_the_prefix_cache(model: VLLM) -> None:
+    layers = list(model.model.layers)
+    prompt = "the same words again and again " * 16
+    fresh = model.generate(prompt, temperature=0.0, max_tokens=4, ignore_eos=True)[0]
+    cached = model.generate(prompt, temperature=0.0, max_tokens=4, ignore_eos=True)[0]
+    assert cached.num_cached_tokens > 0, "plain requests do use the cache"
+    rows = []
+    for _ in range(2):
+        with model.trace(prompt, temperature=0.0, max_tokens=4, ignore_eos=True) as tracer:
+            for _step in tracer.iter[:4]:
+                layers[0].output[0][:] += 5.0
+            out = tracer.result.save()
+        rows.append(out.outputs[0].token_ids)
+        with model.trace(prompt, temperature=0.0, max_tokens=1):
+            slab = layers[-1].mlp.output.save()
+        assert slab.shape[0] == len(fresh.prompt_token_ids), "the whole prompt, not its rest"
+        again = model.generate(prompt, temperature=0.0, max_tokens=4, ignore_eos=True)[0]
+        assert again.outputs[0].token_ids == fresh.outputs[0].token_ids
+    assert rows[0] == rows[1]
+    assert rows[0] != fresh.outputs[0].token_ids
+
+
+def test_stop_strings_are_refused_and_stop_ids_are_right(model: VLLM) -> None:
+    layers = list(model.model.layers)
+    with pytest.raises(NotSupportedError, match="stop strings"):
+        with model.trace(PROMPTS[0], max_tokens=8, stop=["x"]):
+            layers[0].output.save()
+    ids = model.generate(PROMPTS[0], temperature=0.0, max_tokens=6)[0].outputs[0].token_ids
+    stop = ids[3]
+    with pytest.warns(UserWarning, match="never reached"):
+        with model.trace(
+            PROMPTS[0], temperature=0.0, max_tokens=6, stop_token_ids=[stop]
+        ) as tracer:
+            seen = [].save()
+            for _ in tracer.iter[:]:
+                seen.append(int(model.samples))
+    assert seen == list(ids[: list(ids).index(stop) + 1])
+
+
+def test_min_tokens_and_seeded_sampling_are_the_engines_own(model: VLLM) -> None:
+    options = {"temperature": 1.0, "seed": 7, "max_tokens": 5, "min_tokens": 5}
+    plain = model.generate(PROMPTS[1], **options)[0].outputs[0].token_ids
+    with model.trace(PROMPTS[1], **options) as tracer:
+        sampled = [].save()
+        for _ in tracer.iter[:5]:
+            sampled.append(int(model.samples))
+    assert sampled == list(plain)
+
+
+def test_an_interrupted_run_leaves_nothing_behind(
+    model: VLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = list(model.model.layers)
+    engine = model._llm.llm_engine
+    step, calls = engine.step, []
+
+    def interrupted() -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        with model.trace(PROMPTS[0], temperature=0.0, max_tokens=60, ignore_eos=True) as tracer:
+            for _ in tracer.iter[:60]:
+                late = layers[-1].mlp.output
+                layers[0].mlp.output
+    monkeypatch.undo()
+    assert model.request_counts() == [0, 0]
+    with model.trace(PROMPTS[0], temperature=0.0, max_tokens=1):
+        again = layers[-1].mlp.output.save()
+    assert torch.isfinite(again).all()
+
+
+def test_a_prompt_in_pieces_is_refused_with_the_setting(tiny_llama_path: Path) -> None:
+    model = VLLM(
+        str(tiny_llama_path),
+        pipeline_parallel_size=2,
+        dtype="float32",
+        max_model_len=160,
+        enable_chunked_prefill=True,
+        max_num_batched_tokens=16,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    layers = list(model.model.layers)
+    try:
+        with pytest.raises(ConfigurationError, match="chunked prefill"):
+            with model.trace("many words " * 20, temperature=0.0, max_tokens=2):
+                slab = layers[0].mlp.output.save()
+        with model.trace("two words", temperature=0.0, max_tokens=2):
+            slab = layers[-1].mlp.output.save()
+        assert slab.shape[0] > 1
+        assert model.request_counts() == [0, 0]
+    finally:
+        model.close()
