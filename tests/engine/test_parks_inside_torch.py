@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "crash" / "park_on_two_stages.py"
+SCRIPT = Path(__file__).parent / "scripts" / "park_on_two_stages.py"
 REFUSED = 3
 
 
