@@ -157,7 +157,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             group,
             Publications(peers, pick, constant),
             encode=encode,
-            decode=decode,
+            decode=lambda header, payload: on_device(decode(header, payload), self.device),
             bound_s=float(os.environ.get("NNSIGHT_PP_PULL_TIMEOUT_S", "60")),
             most_bytes=int(os.environ.get("NNSIGHT_PP_MOST_PULL_BYTES", str(2 << 30))),
             ran=str(place),
@@ -230,6 +230,18 @@ def constant_of(real: dict[str, torch.nn.Module], name: str) -> torch.Tensor:
     """Return the weight whose location prints as ``name``. Called by the link's threads."""
     path, _, attribute = name.rpartition(".")
     return getattr(real[path], attribute).detach()
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Return a pulled ``value`` with its tensors where this rank computes.
+
+    Called by a link's thread: the copy from pageable memory has ended when it returns.
+    """
+    if device.type == "cpu":
+        return value
+    return map_leaves(
+        value, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+    )
 
 
 def host_copy(value: Any) -> Any:
