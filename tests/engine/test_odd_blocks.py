@@ -1,0 +1,234 @@
+"""Odd ways of touching values: each gives the same on two stages as on one.
+
+Two stages make every value of the other half a remote one, so each of these blocks is run on both
+and compared: unpacking, methods that edit in place, masks, views, numpy, torch's modes, refused
+asks that are caught, edits that come too late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.compare import assert_same
+from nnsight_pp import VLLM
+
+PROMPT = "one two three four five"
+ODD: dict[str, Callable[[VLLM, list[Any]], Any]] = {}
+
+
+def odd(function: Callable[[VLLM, list[Any]], Any]) -> Callable[[VLLM, list[Any]], Any]:
+    ODD[function.__name__] = function
+    return function
+
+
+@odd
+def unpack(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        h, _ = layers[3].output
+        h2, r2 = layers[3].output
+        h[:] = 0
+        s = (h2.sum() + r2.sum()).save()
+        lg = model.logits.save()
+    return s, lg
+
+
+@odd
+def methods(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        layers[0].output[0].add_(1).mul_(2)
+        layers[3].output[0].clamp_(min=0)
+        x = layers[3].output[0].save()
+        lg = model.logits.save()
+    return x, lg
+
+
+@odd
+def tuple_assign(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        h, r = layers[1].output
+        layers[1].output = (h * 0.5, r)
+        h, r = layers[3].output
+        layers[3].output = (r, h)
+        lg = model.logits.save()
+    return lg
+
+
+@odd
+def masks(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        a = layers[0].mlp.output
+        b = layers[3].mlp.output
+        b[b > a] = 0
+        b[[0, 2]] = a[[0, 2]]
+        b[:, 3] = a.mean(1)
+        n = (b == 0).sum().item().save()
+        lg = model.logits.save()
+    return n, lg
+
+
+@odd
+def views(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        a = layers[0].mlp.output
+        v = a.view(-1)[:7]
+        v.zero_()
+        t = layers[3].mlp.output.T
+        t[0] = 5
+        w = layers[3].mlp.output
+        s = w.sum().save()
+        q = a.sum().save()
+        lg = model.logits.save()
+    return s, q, lg
+
+
+@odd
+def inputs(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        args, _ = layers[3].inputs
+        k = len(args).save()
+        pos = args[0].save()
+        h = layers[3].mlp.input
+        layers[3].mlp.input = h + 1
+        y = layers[3].mlp.input.save()
+        z = layers[3].mlp.output.save()
+    return k, pos, y, z
+
+
+@odd
+def modes(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2) as tr:
+        out = [].save()
+        for s in tr.iter[:2]:
+            with torch.inference_mode():
+                a = layers[0].mlp.output * 2
+                b = layers[3].mlp.output + a[-1]
+                out.append(b.sum())
+    return [float(x) for x in out]
+
+
+@odd
+def numpyish(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        a = layers[0].mlp.output
+        b = layers[3].mlp.output
+        c = float(np.asarray(a).sum() + np.asarray(b).sum()).save()
+        d = {"x": a.tolist()[0][:3], "n": len(b), "f": f"{b[0, 0]:.3f}"}.save()
+    return c, d
+
+
+@odd
+def late_edit(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        a = layers[0].mlp.output
+        b = layers[3].mlp.output
+        a[:] = 0
+        s = a.sum().save()
+        lg = model.logits.save()
+    return s, lg
+
+
+@odd
+def swallow(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        got = "no".save()
+        b = layers[3].mlp.output
+        try:
+            a = layers[0].mlp.output
+        except Exception as e:
+            got = type(e).__name__.save()
+        lg = model.logits.save()
+    return got, lg
+
+
+@odd
+def generator_and_class(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+
+        class Acc:
+            def __init__(self):
+                self.t = 0
+
+            def add(self, v):
+                self.t = self.t + v.sum()
+
+        acc = Acc()
+        for layer in layers:
+            acc.add(layer.mlp.output)
+        t = acc.t.save()
+    return t
+
+
+@odd
+def sort_topk(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        v, i = layers[3].mlp.output.topk(3)
+        m = layers[3].mlp.output.max(-1)
+        v = v.save()
+        i = i.save()
+        mm = m.values.save()
+    return v, i, mm
+
+
+@odd
+def reassign_same(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        layers[3].mlp.output = layers[0].mlp.output if False else layers[3].mlp.output * 0 + 1
+        y = layers[3].mlp.output
+        y += 2
+        lg = model.logits.save()
+        yy = y.save()
+    return yy, lg
+
+
+@odd
+def whole_model(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        ids = model.model.embed_tokens.input.save()
+        e = model.model.embed_tokens.output.save()
+        rot = layers[3].self_attn.rotary_emb.output
+        q = rot[0].save()
+        n = model.model.norm.output[0].save()
+        lp = model.logits_processor.output.save()
+        lg = model.logits.save()
+    return ids, e, q, n, lp, lg
+
+
+@odd
+def skipsteps(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=6) as tr:
+        out = [].save()
+        for s in tr.iter[1:6:2]:
+            out.append((s, layers[3].mlp.output.sum(), layers[3].mlp.output.shape[0]))
+    return [(s, float(x), n) for s, x, n in out]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tiny_llama_path: Path) -> dict[int, dict[str, Any]]:
+    """What each block gives on one stage and on two, by number of stages."""
+    found: dict[int, dict[str, Any]] = {}
+    for stages in (1, 2):
+        model = VLLM(
+            str(tiny_llama_path),
+            pipeline_parallel_size=stages,
+            dtype="float32",
+            max_model_len=128,
+            kv_cache_memory_bytes=64 << 20,
+        )
+        try:
+            layers = list(model.model.layers)
+            found[stages] = {name: block(model, layers) for name, block in ODD.items()}
+            assert set(model.request_counts()) == {0}
+        finally:
+            model.close()
+    return found
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_the_same_on_two_stages_as_on_one(name: str, outcomes: dict[int, dict[str, Any]]) -> None:
+    assert_same(outcomes[2][name], outcomes[1][name], name)
