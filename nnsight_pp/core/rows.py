@@ -15,12 +15,15 @@ Letters: T tokens of the step's batch, R rows of this request, B batch.
 from __future__ import annotations
 
 import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nnsight_pp.core.tree import leaves, map_leaves
 from nnsight_pp.errors import RowsError, explain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Rows(NamedTuple):
@@ -109,13 +112,11 @@ class BatchCut:
         if isinstance(value, Replacement):
             value.parts.append((self.rows, served))
             return value
-        new = list(leaves(served))
         if not assigned:
-            if len(new) == len(marks) and all(a is b for a, b in zip(new, marks, strict=True)):
+            if is_unreplaced(served, marks):
                 return value
             self.check(value, served)
-        fresh = iter(new)
-        return map_leaves(value, lambda leaf: self._splice(leaf, next(fresh)))
+        return with_leaves_of(value, served, self._splice)
 
     def _splice(self, live: Any, new: Any) -> Any:
         if not self._is_batched(live):
@@ -123,6 +124,18 @@ class BatchCut:
         start, count, total = self.rows
         after = live.narrow(0, start + count, total - start - count)
         return torch.cat([live.narrow(0, 0, start), new, after])
+
+
+def is_unreplaced(served: Any, marks: list[Any]) -> bool:
+    """Tell whether the leaves of ``served`` are still the objects in ``marks``."""
+    new = list(leaves(served))
+    return len(new) == len(marks) and all(a is b for a, b in zip(new, marks, strict=True))
+
+
+def with_leaves_of(value: Any, served: Any, put_leaf: Callable[[Any, Any], Any]) -> Any:
+    """Return ``value`` with ``put_leaf(leaf, its counterpart in served)`` for each leaf."""
+    fresh = iter(list(leaves(served)))
+    return map_leaves(value, lambda leaf: put_leaf(leaf, next(fresh)))
 
 
 class Replacement:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from nnsight_pp.core.rows import BatchCut, Replacement, Rows
+from nnsight_pp.core.rows import BatchCut, Replacement, Rows, is_unreplaced, with_leaves_of
 from nnsight_pp.core.tree import leaves, map_leaves
 
 if TYPE_CHECKING:
@@ -68,13 +68,11 @@ class BeamCut:
         """Splice what was replaced into the batch; edits in place landed through the views."""
         if isinstance(value, Replacement):
             return self._with_rows_of(served).put(value, served, marks, assigned=True)
-        new = list(leaves(served))
         if not assigned:
-            if len(new) == len(marks) and all(a is b for a, b in zip(new, marks, strict=True)):
+            if is_unreplaced(served, marks):
                 return value
             self.check(value, served)
-        fresh = iter(new)
-        return map_leaves(value, lambda leaf: self._put_leaf(leaf, next(fresh)))
+        return with_leaves_of(value, served, self._put_leaf)
 
     def _put_leaf(self, live: Any, new: Any) -> Any:
         cut = self._cut(live)

@@ -24,7 +24,7 @@ from nnsight_pp.envoys.serve_point import module_paths
 from nnsight_pp.parallel.place import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 # vllm 0.32.0 distributed/parallel_state.py: one module global per group.
 _GROUP_NAMES = (
@@ -165,6 +165,16 @@ class Scheduled:
     is_resumed: bool = False
 
 
+def request_ids(output: Any) -> Iterable[str]:
+    """Return the ids of the requests of a step."""
+    return output.num_scheduled_tokens
+
+
+def new_requests(output: Any) -> list[Any]:
+    """Return vLLM's data of the requests that are scheduled for the first time."""
+    return output.scheduled_new_reqs
+
+
 def scheduled(output: Any) -> list[Scheduled]:
     """Return the requests of a step.
 
@@ -174,7 +184,7 @@ def scheduled(output: Any) -> list[Scheduled]:
     counts = output.num_scheduled_tokens
     found = [
         Scheduled(new.req_id, 0, counts[new.req_id], new.num_computed_tokens, new)
-        for new in output.scheduled_new_reqs
+        for new in new_requests(output)
     ]
     cached = output.scheduled_cached_reqs
     found += [

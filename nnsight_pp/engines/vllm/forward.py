@@ -36,7 +36,7 @@ class TracingRunner:
         another stage may answer by then does not depend on timing.
         """
         side = self.nnsight_side
-        if side is not None and scheduler_output.total_num_scheduled_tokens > 0:
+        if side is not None and side.is_concerned(scheduler_output):
             compat.wait_for(intermediate_tensors)
             side.begin_step(scheduler_output)
         execute = super().execute_model  # type: ignore[misc]

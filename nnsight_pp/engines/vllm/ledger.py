@@ -88,10 +88,6 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def all(self) -> list[TracedRequest]:
-        """Return every traced request."""
-        return list(self._requests.values())
-
     def add(self, request: str, trace: str, prompt_len: int, data: bytes) -> TracedRequest:
         """Decode a block and start its worker. A failure is the request's own."""
         traced = TracedRequest(request, trace, prompt_len)

@@ -108,9 +108,8 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         root.repacked = frozenset(path for paths in compat.exchange(own) for path in paths)
         _hold_real(root, real)
         link = self._link(place, lambda name: constant_of(real, name))
-        clock = StepClock()
         turns = Interleaver(
-            clock,
+            StepClock(),
             switch,
             stage=place.stage,
             owners=self._stages,
@@ -120,7 +119,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             where=str(place),
         )
         ledger = Ledger(turns, switch, lambda name: object_of(root, name), place.stage, link)
-        self.nnsight_side = RankSide(place, clock, turns, ledger, gate, link)
+        self.nnsight_side = RankSide(place, turns, ledger, gate, link)
         add_tracing(runner, self.nnsight_side)
 
     def _trial_forward(self, runner: Any, place: Place, gate: Gate) -> list[Location]:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from nnsight_pp.core.report import Report
     from nnsight_pp.engines.vllm.ledger import Ledger, TracedRequest
     from nnsight_pp.envoys.gate import Gate
-    from nnsight_pp.interleave.clock import StepClock
     from nnsight_pp.interleave.interleaver import Interleaver
     from nnsight_pp.parallel.gloo_link import GlooLink
     from nnsight_pp.parallel.place import Place
@@ -41,7 +40,6 @@ class RankSide:
 
     Args:
         place: Where this rank stands.
-        clock: The rank's clock; opened and closed through ``turns``.
         turns: Runs the workers.
         ledger: The traced requests.
         gate: Arms the serve points.
@@ -51,14 +49,12 @@ class RankSide:
     def __init__(
         self,
         place: Place,
-        clock: StepClock,
         turns: Interleaver,
         ledger: Ledger,
         gate: Gate,
         link: GlooLink | None,
     ) -> None:
         self.place = place
-        self._clock = clock
         self._turns = turns
         self._ledger = ledger
         self._gate = gate
@@ -80,6 +76,16 @@ class RankSide:
 
     # -- before the forward --------------------------------------------------------------------
 
+    def is_concerned(self, output: Any) -> bool:
+        """Whether the step holds a request with a block; alike on every rank.
+
+        Cost: where nobody traces, one look at each request that is new.
+        """
+        is_known = len(self._ledger) > 0 and any(
+            self._ledger.get(request) is not None for request in compat.request_ids(output)
+        )
+        return is_known or any(_payload(new) is not None for new in compat.new_requests(output))
+
     def begin_step(self, output: Any) -> None:
         """Take in new requests, bring awaited values, and open the step of each traced request."""
         self._batch = []
@@ -100,9 +106,7 @@ class RankSide:
                 self._broke("opening a step", error, traced)
 
     def _take_in(self, item: compat.Scheduled) -> TracedRequest | None:
-        params = item.new.sampling_params
-        extra = None if params is None else params.extra_args
-        payload = None if not extra else extra.get(PAYLOAD)
+        payload = _payload(item.new)
         if payload is None:
             return None
         trace, data = pickle.loads(payload)
@@ -249,3 +253,9 @@ class RankSide:
         if self._link is not None:
             self._link.stop()
             self._link.join(2.0)
+
+
+def _payload(new: Any) -> bytes | None:
+    """Return what a new request carries for us, from vLLM's data of it."""
+    extra = None if new.sampling_params is None else new.sampling_params.extra_args
+    return None if not extra else extra.get(PAYLOAD)
