@@ -62,6 +62,50 @@ def make_tiny_qwen2(folder: Path, tokenizer_from: Path, *, seed: int = 0, **chan
     )
 
 
+# Two layers, so that each of two stages has one; what differs from the shape above, and what makes
+# the family's own scales and caps matter.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"tie_word_embeddings": False}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "granite": (
+        "Granite",
+        {
+            "tie_word_embeddings": False,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.2,
+            "logits_scaling": 4.0,
+        },
+    ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 64,
+            "sliding_window": 8,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "mixtral": (
+        "Mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False},
+    ),
+    "gpt2": ("GPT2", {}),
+}
+
+
+def make_tiny(family: str, folder: Path, tokenizer_from: Path, *, seed: int = 0) -> Path:
+    """Write a random model of one of `FAMILIES`, with two layers."""
+    import transformers
+
+    name, own = FAMILIES[family]
+    suffix = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
+    fields = {**SHAPE, "num_hidden_layers": 2, "vocab_size": _vocab_size(tokenizer_from), **own}
+    config = getattr(transformers, f"{name}Config")(**fields)
+    return _save(getattr(transformers, name + suffix), config, folder, tokenizer_from, seed)
+
+
 def _vocab_size(tokenizer_from: Path) -> int:
     return json.loads((tokenizer_from / "config.json").read_text())["vocab_size"]
 
@@ -75,7 +119,7 @@ def _save(model_class: Any, config: Any, folder: Path, tokenizer_from: Path, see
         for name, weight in model.named_parameters():
             if name.endswith("bias"):
                 torch.nn.init.normal_(weight, std=0.1)
-            elif "norm" in name:
+            elif "norm" in name or "ln_" in name:
                 torch.nn.init.normal_(weight, mean=1.0, std=0.1)
     model.save_pretrained(folder)
     for name in TOKENIZER_FILES:

@@ -87,6 +87,21 @@ def real_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     }
 
 
+class _LoneGroup:
+    """Stands for torch's group below such a group: mixtures of experts ask it for their place.
+
+    Source: vllm 0.32.0 model_executor/models/mixtral.py:MixtralMoE.
+    """
+
+    @staticmethod
+    def size() -> int:
+        return 1
+
+    @staticmethod
+    def rank() -> int:
+        return 0
+
+
 class _OneRank:
     """Stands for every group of a world of one, while a tree is built on the meta device."""
 
@@ -95,7 +110,7 @@ class _OneRank:
     first_rank = last_rank = 0
     is_first_rank = is_last_rank = True
     ranks = (0,)
-    device_group = cpu_group = None
+    device_group = cpu_group = _LoneGroup()
     unique_name = "nnsight_pp"
 
     def __getattr__(self, name: str) -> Any:
