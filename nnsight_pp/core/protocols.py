@@ -68,6 +68,14 @@ class Pending(Protocol):
 class Link(Protocol):
     """Publish what this rank answered; pull what another stage answered."""
 
+    @property
+    def sums_alike(self) -> bool:
+        """Whether published values lie on the device that workers compute on.
+
+        A sum of one then has the bits of a worker's own sum.
+        """
+        ...
+
     def publish(self, key: AskKey, location: Location, value: Any) -> None:
         """Make the answered ask ``key`` available. ``value`` is kept, so hand over a copy."""
         ...

@@ -57,6 +57,11 @@ class RemoteAsk:
         """What was asked for, in its printed form."""
         return Visit(self.location, self.step)
 
+    @property
+    def sums_alike(self) -> bool:
+        """See `core.protocols.Link`."""
+        return self._asks.link is not None and self._asks.link.sums_alike
+
     def pull(self, picks: Sequence[Any] = (), *, in_torch: bool = False) -> Any:
         """Return the owner's answer, with ``picks`` applied by the owner.
 

@@ -115,6 +115,7 @@ class GlooLink:
         bound_s: The longest wait for an answer.
         most_bytes: The largest answer that is sent.
         ran: Where this rank is, in words.
+        sums_alike: See `core.protocols.Link`.
     """
 
     def __init__(  # noqa: PLR0913 - the one visible place where an engine wires a link
@@ -129,7 +130,11 @@ class GlooLink:
         bound_s: float,
         most_bytes: int,
         ran: str,
+        sums_alike: bool = True,
     ) -> None:
+        self.sums_alike = sums_alike
+        # A sum over many elements is cut by threads: the link's must have as many as the workers'.
+        self._num_threads = torch.get_num_threads()
         self._stage = stage
         self._group = group
         self._own = publications
@@ -275,6 +280,7 @@ class GlooLink:
         peer.traffic.bytes_sent += length
 
     def _read(self, peer: _Peer) -> None:
+        torch.set_num_threads(self._num_threads)
         frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
         while True:
             try:

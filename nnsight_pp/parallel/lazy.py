@@ -1,9 +1,10 @@
 """`LazyRemoteTensor`: stands in a block for a value that another stage computes.
 
-Making one, indexing it, cloning it, saving it, passing it around and editing it in place move no
-bytes. A line that needs data *forces* it: the value is pulled from its owner, with plain indices
-applied there, and kept. Edits in place are recorded and replayed in order on the pulled value;
-every rank runs the same edit line, so the replay gives what the owner's own tensor holds.
+Making one, indexing it, reducing it, cloning it, saving it, passing it around and editing it in
+place move no bytes. A line that needs data *forces* it: the value is pulled from its owner, with
+plain indices and reductions applied there, and kept. Edits in place are recorded and replayed in
+order on the pulled value; every rank runs the same edit line, so the replay gives what the owner's
+own tensor holds.
 
 A proxy is a tree (`parallel.pulled`: the answer and its edits) and a list of indices into it.
 
@@ -11,6 +12,10 @@ Note [Views of a forced value]
     `lazy[0][-1]` is pulled as one row. When a torch call gives back a view of that row, an edit
     through the view would not reach the tree. So when a result shares memory with such a row, or
     could be edited through, the whole value is pulled and the call made on a view of it.
+
+Note [Deferred errors]
+    What is deferred raises late on the ranks that do not own the value. Where the code around the
+    line would handle the error (`parallel.guarded`), nothing is deferred.
 """
 
 from __future__ import annotations
@@ -26,6 +31,8 @@ from nnsight_pp.core.saved import save
 from nnsight_pp.core.tree import leaves
 from nnsight_pp.errors import OutsideTraceError
 from nnsight_pp.parallel.class_check import is_asked_by_python
+from nnsight_pp.parallel.guarded import is_guarded
+from nnsight_pp.parallel.operators import give_operators
 from nnsight_pp.parallel.pulled import (
     FIRST_INPUT,
     Pulled,
@@ -37,6 +44,7 @@ from nnsight_pp.parallel.pulled import (
     real,
     with_first,
 )
+from nnsight_pp.parallel.reductions import Reduction, is_reducing_call, reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -123,6 +131,9 @@ class LazyRemoteTensor(RemoteValue):
         """Whether this rank has the value itself, and ships it."""
         return self._tree.pulled.is_of_this_rank
 
+    def _is_left_with_owner(self) -> bool:
+        return self._tree.is_left_with_owner(self._picks)
+
     # -- what moves nothing ----------------------------------------------------------------------
 
     def save(self) -> LazyRemoteTensor:
@@ -131,6 +142,9 @@ class LazyRemoteTensor(RemoteValue):
 
     def __getitem__(self, index: Any) -> Any:
         if _is_plain(index):
+            if is_guarded(sys._getframe(1)):
+                # The whole: an error of its owner's would be of another class.
+                pick(self._tree.whole(in_torch=False), (*self._picks, index))
             return self._child(index)
         return _call(operator.getitem, (self, index), {}, in_torch=False)
 
@@ -141,7 +155,13 @@ class LazyRemoteTensor(RemoteValue):
             and repr(value._picks) == repr((*self._picks, index))
         ):
             return  # `x[i] += v` writes back what was already edited in place
-        self._tree.edit(self._picks, operator.setitem, (index, value), {})
+        self._edit(operator.setitem, (index, value), {})
+
+    def _edit(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Edit in place: recorded, or made at once under Note [Deferred errors]."""
+        if is_guarded(sys._getframe(2)):
+            self._tree.whole(in_torch=False)
+        return self._tree.edit(self._picks, function, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__") and name not in _DUNDERS:
@@ -150,13 +170,15 @@ class LazyRemoteTensor(RemoteValue):
             return self._clone
         if name.endswith("_") and not name.endswith("__"):
             return _Edited(self, name)
+        if is_reducing_call(name, sys._getframe(1)) and self._is_left_with_owner():
+            return _Method(self, name)
         value = _call(getattr, (self, name), {}, in_torch=False)
         if callable(value) and not isinstance(value, torch.Tensor):
             return _Method(self, name)
         return value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        self._tree.edit(self._picks, setattr, (name, value), {})
+        self._edit(setattr, (name, value), {})
 
     # -- what needs data -------------------------------------------------------------------------
 
@@ -164,7 +186,7 @@ class LazyRemoteTensor(RemoteValue):
         try:
             return repr(self._force())  # as on the owner: no rank may see another text
         except OutsideTraceError:
-            shown = "".join(map(_shown, self._picks))
+            shown = "".join(map(_shown, (*self._tree.pulled.made_by, *self._picks)))
             return f"<LazyRemoteTensor {self._tree.pulled.visit}{shown}>"
 
     @property
@@ -259,9 +281,8 @@ class _Edited:
         self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> LazyRemoteTensor:
-        proxy = self._proxy
-        proxy._tree.edit(proxy._picks, _method(self._name), args, kwargs)
-        return proxy
+        self._proxy._edit(_method(self._name), args, kwargs)
+        return self._proxy
 
 
 class _Method:
@@ -283,14 +304,34 @@ def _method(name: str) -> Callable[..., Any]:
     def call(target: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(target, name)(*args, **kwargs)
 
-    call.__name__ = name
+    call.__name__ = call.method = name  # pyright: ignore[reportFunctionMemberAccess]
     return call
+
+
+def _reduced(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> LazyRemoteTensor | None:
+    """Return what the owner is to compute of this call, as a value of its own, or None."""
+    if not (args and _is_lazy(args[0]) and args[0]._is_left_with_owner()):
+        return None
+    value = args[0]
+    pulled = value._tree.pulled
+    step = reduction(function, args[1:], kwargs, sums_alike=pulled.sums_alike)
+    if step is None or is_guarded(sys._getframe(3)):
+        return None
+    return LazyRemoteTensor._of(Tree(pulled.made((*value._picks, step))), ())
 
 
 def _call(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, in_torch: bool
 ) -> Any:
-    """Call ``function`` with every lazy argument forced; see Note [Views of a forced value]."""
+    """Call ``function`` with every lazy argument forced; see Note [Views of a forced value].
+
+    A call that makes one value smaller is left to its owner.
+    """
+    reduced = _reduced(function, args, kwargs)
+    if reduced is not None:
+        return reduced
     for proxy in _lazy_leaves(_edited_by(function, args, kwargs)):
         proxy._tree.whole(in_torch=in_torch)
     proxies = _lazy_leaves((args, kwargs))
@@ -347,54 +388,9 @@ def _is_plain(index: Any) -> bool:
 
 
 def _shown(step: Any) -> str:
+    if type(step) is Reduction:
+        return repr(step)
     return ".first" if isinstance(step, str) and step == FIRST_INPUT else f"[{step!r}]"
 
 
-def _binary(name: str) -> None:
-    """Give the proxy one operator; ``name`` is the operator module's."""
-    function = getattr(operator, name)
-    stem = name.strip("_")
-
-    def forward(self: LazyRemoteTensor, other: Any) -> Any:
-        return _call(function, (self, other), {}, in_torch=False)
-
-    def reflected(self: LazyRemoteTensor, other: Any) -> Any:
-        return _call(function, (other, self), {}, in_torch=False)
-
-    setattr(LazyRemoteTensor, f"__{stem}__", forward)
-    if stem not in _COMPARISONS:
-        setattr(LazyRemoteTensor, f"__r{stem}__", reflected)
-
-
-def _in_place(stem: str) -> None:
-    function = getattr(operator, f"i{stem}")
-
-    def edit(self: LazyRemoteTensor, other: Any) -> Any:
-        other_value = self._tree.edit(self._picks, function, (other,), {})
-        return self if other_value is NotImplemented else other_value
-
-    setattr(LazyRemoteTensor, f"__i{stem}__", edit)
-
-
-def _unary(name: str, function: Callable[..., Any]) -> None:
-    def forward(self: LazyRemoteTensor, *args: Any) -> Any:
-        return _call(function, (self, *args), {}, in_torch=False)
-
-    setattr(LazyRemoteTensor, name, forward)
-
-
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_ARITHMETIC = (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor",
-    "lshift", "rshift",
-)  # fmt: skip
-for _name in (*_ARITHMETIC, *_COMPARISONS):
-    _binary(_name)
-for _name in _ARITHMETIC:
-    _in_place(_name.strip("_"))
-for _name, _function in (
-    ("__neg__", operator.neg), ("__pos__", operator.pos), ("__abs__", operator.abs),
-    ("__invert__", operator.invert), ("__round__", round), ("__reversed__", reversed),
-    ("__divmod__", divmod),
-):  # fmt: skip
-    _unary(_name, _function)
+give_operators(LazyRemoteTensor, _call)

@@ -87,6 +87,8 @@ class MemoryFabric:
 class MemoryLink:
     """One stage's end of a `MemoryFabric`."""
 
+    sums_alike = True
+
     def __init__(self, fabric: MemoryFabric, stage: int, bound_s: float = 30.0) -> None:
         self._fabric = fabric
         self._stage = stage

@@ -20,6 +20,7 @@ from nnsight_pp.core.location import Visit
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.errors import NotSupportedError, explain
+from nnsight_pp.parallel.reductions import Reduction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -57,6 +58,11 @@ class Source(Protocol):
         """Whether this rank is the one that has the value."""
         ...
 
+    @property
+    def sums_alike(self) -> bool:
+        """Whether a sum by the owner's link has the bits of one by the owner's worker."""
+        ...
+
     def pull(self, picks: Sequence[Any] = (), *, in_torch: bool = False) -> Any:
         """Return the owner's answer with ``picks`` applied."""
         ...
@@ -67,13 +73,17 @@ class Source(Protocol):
 
 
 def pick(value: Any, picks: Sequence[Any]) -> Any:
-    """Return the part of ``value`` that ``picks`` name, outermost first.
+    """Return what ``picks`` make of ``value``, outermost first: indices and reductions.
 
     The owner of a value applies them before it sends.
     """
     for step in picks:
-        is_first = isinstance(step, str) and step == FIRST_INPUT
-        value = first_of(*value) if is_first else value[step]
+        if type(step) is Reduction:
+            value = step.of(value)
+        elif isinstance(step, str) and step == FIRST_INPUT:
+            value = first_of(*value)
+        else:
+            value = value[step]
     return value
 
 
@@ -97,6 +107,7 @@ class OwnConstant:
     __slots__ = ("_value", "visit")
 
     is_here = True
+    sums_alike = True
 
     def __init__(self, location: Location, value: Any) -> None:
         self.visit = Visit(location, 0)
@@ -114,12 +125,17 @@ class Pulled:
     """The owner's answer to one ask, shared by every tree that was frozen from another.
 
     What it returns is never edited: a tree copies it first.
+
+    Args:
+        source: The ask.
+        made_by: What the owner makes of its answer; this is the result.
     """
 
-    __slots__ = ("_is_here", "_parts", "_source", "_value")
+    __slots__ = ("_is_here", "_parts", "_source", "_value", "made_by")
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, made_by: tuple[Any, ...] = ()) -> None:
         self._source = source
+        self.made_by = made_by
         self._value: Any = None
         self._is_here = False
         # Parts pulled on their own, by the printed form of their picks.
@@ -135,6 +151,15 @@ class Pulled:
         """Whether this rank has the value itself: a weight of its own."""
         return self._source.is_here
 
+    @property
+    def sums_alike(self) -> bool:
+        """See `Source`."""
+        return self._source.sums_alike
+
+    def made(self, steps: tuple[Any, ...]) -> Pulled:
+        """Return what the owner makes of this by ``steps``, as an answer of its own."""
+        return Pulled(self._source, (*self.made_by, *steps))
+
     def echo(self, error: Exception) -> None:
         """See `Source`."""
         self._source.echo(error)
@@ -142,7 +167,7 @@ class Pulled:
     def whole(self, *, in_torch: bool) -> Any:
         """Return the whole answer; it is pulled once."""
         if not self._is_here:
-            self._value = self._source.pull((), in_torch=in_torch)
+            self._value = self._source.pull(self.made_by, in_torch=in_torch)
             self._is_here = True
             self._parts.clear()
         return self._value
@@ -153,7 +178,7 @@ class Pulled:
             return pick(self._value, picks)
         key = repr(picks)
         if key not in self._parts:
-            self._parts[key] = self._source.pull(picks, in_torch=in_torch)
+            self._parts[key] = self._source.pull((*self.made_by, *picks), in_torch=in_torch)
         return self._parts[key]
 
 
@@ -178,6 +203,12 @@ class Tree:
     def first(self) -> tuple[Any, ...]:
         """A tuple of what was assigned as the first argument of this call, or an empty one."""
         return self._first
+
+    def is_left_with_owner(self, picks: tuple[Any, ...]) -> bool:
+        """Whether the part that ``picks`` name is still as the owner answered it, and not here."""
+        is_changed = self._edits or self._first
+        is_here = self.is_here or self.pulled.is_of_this_rank or repr(picks) in self._parts
+        return not (is_changed or is_here)
 
     def whole(self, *, in_torch: bool) -> Any:
         """Return the value with its edits, pulling and replaying on first use."""

@@ -208,6 +208,43 @@ def skipsteps(model: VLLM, layers: list[Any]) -> Any:
     return [(s, float(x), n) for s, x, n in out]
 
 
+@odd
+def reductions(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2) as tr:
+        found = [].save()
+        for _ in tr.iter[:2]:
+            a = layers[0].mlp.output
+            b = layers[3].mlp.output
+            norms = a.norm(dim=-1), b.norm(dim=-1)
+            b[-1] += norms[0][-1]  # one number of the other stage
+            values, ids = torch.topk(model.logits, 3, dim=-1)
+            found.append((*norms, a.mean(0), b.var(), values, ids, model.logits.argmax(-1)))
+            if bool(a.norm() > b.amax()):
+                found.append(a.bfloat16())
+    return found
+
+
+@odd
+def handled_errors(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        seen = [].save()
+        a = layers[0].mlp.output
+        b = layers[3].mlp.output
+        for value in (a, b):
+            try:
+                row = value[99]
+                seen.append("not reached")
+            except IndexError:
+                row = value[-1]
+            seen.append(float(row[0]))
+            try:
+                value.sum(7)
+            except IndexError:
+                value[0] = 1.0
+        lg = model.logits.save()
+    return seen, lg
+
+
 @pytest.fixture(scope="module")
 def outcomes(tiny_llama_path: Path) -> dict[int, dict[str, Any]]:
     """What each block gives on one stage and on two, by number of stages."""

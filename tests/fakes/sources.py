@@ -17,6 +17,7 @@ class FakeSource:
     """Answers with ``value``; `pulls` lists the picks of each pull, in order."""
 
     is_here = False
+    sums_alike = True
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -160,6 +160,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             bound_s=float(os.environ.get("NNSIGHT_PP_PULL_TIMEOUT_S", "60")),
             most_bytes=int(os.environ.get("NNSIGHT_PP_MOST_PULL_BYTES", str(2 << 30))),
             ran=str(place),
+            sums_alike=compat.IS_CPU,
         )
 
     def _load_tokenizer(self) -> Any:

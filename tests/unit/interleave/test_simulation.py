@@ -415,21 +415,24 @@ def test_what_each_line_has_brought_from_other_stages_is_on_record():
         w = L[4].weight
         out.append(float(L[4].output.sum()))
         out.append(float(h.sum()))
-        out.append(float(h[0, 0]))
+        out.append(float((h * 2).sum()))
         out.append(float(w[0].sum()))
         for s in steps[1:]:
-            out.append(float(L[1].output[0].sum()))
+            out.append(float((L[1].output[0] * 1).sum()))
 """
     first, second = outcome_of(block, 2, 4).pulls
-    assert [one.filename for one in first + second] == ["<r>"] * 4
+    assert [one.filename for one in first + second] == ["<r>"] * 5
     assert all(one.waited_s > 0 for one in first + second)
     assert [(one.owner, one.location, one.line) for one in first] == [
         (1, "model.layers.4.output", 5),
         (1, "model.layers.4.weight", 8),
     ]
-    assert [(one.num_pulls, one.bytes_received) for one in first] == [(1, 2 * 3 * 8), (1, 3 * 8)]
+    # A sum is made by the owner: one number crosses.
+    assert [(one.num_pulls, one.bytes_received) for one in first] == [(1, 8), (1, 8)]
     assert [(one.owner, one.location, one.line) for one in second] == [
         (0, "model.layers.0.output", 6),
+        (0, "model.layers.0.output", 7),
         (0, "model.layers.1.output", 10),
     ]
-    assert [(one.num_pulls, one.bytes_received) for one in second] == [(1, 48), (3, 3 * 3 * 8)]
+    received = [(one.num_pulls, one.bytes_received) for one in second]
+    assert received == [(1, 8), (1, 2 * 3 * 8), (3, 3 * 3 * 8)]

@@ -48,8 +48,8 @@ def test_indexing_cloning_editing_passing_and_saving_move_nothing():
 
 def test_a_part_is_pulled_alone_and_once():
     x, source = lazy((grid(), grid()))
-    assert float(x[0][-1].sum()) == 30.0
     assert x[0][-1].tolist() == [9.0, 10.0, 11.0]
+    assert float(x[0][-1].sum()) == 30.0
     assert x[0].clone()[-1].tolist() == [9.0, 10.0, 11.0]
     assert source.pulls == [(0, -1)]
 
