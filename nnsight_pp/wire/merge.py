@@ -36,7 +36,9 @@ def merge_reports(reports: Sequence[Report]) -> Report:
             "and must take the same branches: make the block independent of time, process ids, "
             "and set order."
         )
-    warnings = tuple(dict.fromkeys(text for report in ordered for text in report.warnings))
+    warnings: tuple[str, ...] = ()
+    if failure is None:  # else a stage that was still waiting tells of what the failure has caused
+        warnings = tuple(dict.fromkeys(text for report in ordered for text in report.warnings))
     return Report(
         request=ordered[0].request,
         stage=ordered[0].stage,

@@ -359,6 +359,34 @@ def logits_changed_before_sampling(b: Any) -> dict[str, Any]:
 
 
 @block
+def a_stop_in_the_third_step(b: Any) -> dict[str, Any]:
+    layers, model, ops = b.layers, b.model, b.ops
+    with b.trace(PROMPT, steps=6) as tracer:
+        logits = [].save()
+        early = [].save()
+        for step in tracer.iter[:]:
+            early.append(ops.mlp(layers[3])[-1])
+            if step == 2:
+                tracer.stop()
+            logits.append(ops.logits(model))
+    return {"early": early, "logits": logits}
+
+
+@block
+def a_stop_that_hangs_on_a_late_value(b: Any) -> dict[str, Any]:
+    layers, model, ops = b.layers, b.model, b.ops
+    after = "not reached"
+    with b.trace(PROMPT, steps=4) as tracer:
+        early = ops.mlp(layers[2]).save()
+        ops.mlp(layers[2])[:] *= 2
+        late = ops.mlp(layers[27]).save()
+        if float(late.norm()) > 0:
+            tracer.stop()
+        after = "reached".save()
+    return {"early": early, "late": late, "after": after}
+
+
+@block
 def a_logit_lens_on_every_layer(b: Any) -> dict[str, Any]:
     layers, model, ops = b.layers, b.model, b.ops
     with b.trace(PROMPT):

@@ -10,7 +10,7 @@ import pickle
 import uuid
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
@@ -30,6 +30,26 @@ if TYPE_CHECKING:
     from nnsight_pp.core.report import PullRecord, Report
     from nnsight_pp.envoys.envoy import Envoy
     from nnsight_pp.trace.tracer import Invocation
+
+
+class End(NamedTuple):
+    """How one request has ended.
+
+    Attributes:
+        num_tokens: How many tokens vLLM has sampled for it.
+        finish_reason: vLLM's word for why it ended.
+        stop_reason: What ended it where that is "stop": a token id, a stop string, or
+            `schedule.STOP_REASON`.
+    """
+
+    num_tokens: int
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+def _end_of(output: Any) -> End:
+    first = output.outputs[0]
+    return End(len(first.token_ids), first.finish_reason, first.stop_reason)
 
 
 @dataclass(slots=True)
@@ -64,6 +84,8 @@ class Batch:
         self._requests = [self._encoded(root, one, options) for one in invocations]
         # What each stage has pulled for the blocks of this run, once it is over.
         self.pulls: list[tuple[int, PullRecord]] = []
+        # How each request has ended.
+        self.ends: list[End] = []
 
     @staticmethod
     def _encoded(root: Envoy, invocation: Invocation, options: dict[str, Any]) -> _Request:
@@ -99,6 +121,7 @@ class Batch:
         except BaseException as error:
             self._give_up(llm, call, error)
             raise
+        self.ends = [_end_of(output) for output in outputs]
         wanted = [
             (request.trace, pickle.dumps(output))
             for request, output in zip(self._requests, outputs, strict=True)

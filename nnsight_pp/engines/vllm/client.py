@@ -36,11 +36,14 @@ if TYPE_CHECKING:
     import torch
 
 _WORKER = "nnsight_pp.engines.vllm.rank.RankWorker"
+_SCHEDULER = "nnsight_pp.engines.vllm.schedule.TracingScheduler"
 _FORCED = {
     # One round of a request at a time: a rank that opens round k knows that all have finished
     # the rounds before it.
     "async_scheduling": False,
     "worker_cls": _WORKER,
+    # A block that is over early ends its request.
+    "scheduler_cls": _SCHEDULER,
 }
 
 
@@ -209,7 +212,9 @@ class VLLM(VLLMTree):
             **options: vLLM's sampling parameters, such as ``temperature`` and ``max_tokens``.
 
         After the run ``tracer.statistics["pulls"]`` lists what crossed between stages: for each
-        puller, a `PullRecord` with the owner, the location, the line, bytes and seconds waited.
+        puller, a `PullRecord` with the owner, the location, the line, bytes and seconds waited;
+        ``tracer.statistics["ends"]`` says for each request how many tokens it got, and why it
+        ended.
         """
 
         def run(tracer: Tracer, invocations: list[Invocation]) -> BaseException | None:
@@ -217,7 +222,7 @@ class VLLM(VLLMTree):
             with self._lock:
                 self.dispatch()
                 error = batch.run(self._llm, self._call)
-            tracer.statistics = {"pulls": batch.pulls}
+            tracer.statistics = {"pulls": batch.pulls, "ends": batch.ends}
             return error
 
         return Tracer(run, inputs, options, has_input=bool(inputs))

@@ -19,6 +19,9 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.core.sched.scheduler import Scheduler as Scheduler
+from vllm.v1.outputs import ModelRunnerOutput as ModelRunnerOutput
+from vllm.v1.request import RequestStatus as RequestStatus
 
 from nnsight_pp.envoys.serve_point import module_paths
 from nnsight_pp.parallel.place import Place

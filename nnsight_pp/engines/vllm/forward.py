@@ -16,6 +16,7 @@ import torch
 
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.engines.vllm import compat
+from nnsight_pp.engines.vllm.schedule import with_ended
 from nnsight_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -65,16 +66,19 @@ class TracingRunner:
         """Offer the logits, sample, and close the step."""
         side = self.nnsight_side
         sample = super().sample_tokens  # type: ignore[misc]
-        if side is None or not side.is_tracing:
+        if side is None:
             return sample(*args, **kwargs)
+        if not side.is_tracing:
+            return with_ended(sample(*args, **kwargs), side.take_ended())
         state = self.execute_model_state  # type: ignore[attr-defined]
         if state is not None:
             logits = side.serve_logits(state.logits)
             self.execute_model_state = state._replace(logits=logits)
         try:
-            return sample(*args, **kwargs)
+            output = sample(*args, **kwargs)
         finally:
             side.end_step()
+        return with_ended(output, side.take_ended())
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         side = self.nnsight_side

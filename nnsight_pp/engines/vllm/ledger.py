@@ -11,7 +11,7 @@ import torch
 from nnsight_pp.core.block import Scope
 from nnsight_pp.core.report import Report
 from nnsight_pp.core.rows import WholeCut
-from nnsight_pp.errors import InternalError
+from nnsight_pp.errors import EarlyStopException, InternalError
 from nnsight_pp.interleave.randomness import Randomness, draws_of
 from nnsight_pp.interleave.worker import Worker
 from nnsight_pp.wire.block_codec import BlockMessage, decode_block
@@ -47,6 +47,11 @@ class TracedRequest:
     scope: Scope | None = None
     before: dict[str, Any] = field(default_factory=dict)
     error: BaseException | None = None
+
+    @property
+    def is_over_early(self) -> bool:
+        """Whether its block has raised, or stopped the request."""
+        return self.error is not None or (self.worker is not None and self.worker.error is not None)
 
     @property
     def filename(self) -> str:
@@ -155,7 +160,7 @@ class Ledger:
         if error is None and worker is not None:
             error = worker.error
         failure = None
-        if error is not None:
+        if error is not None and not isinstance(error, EarlyStopException):
             failed_at = worker.failed_at if worker is not None else 0
             is_echo = worker.is_echo if worker is not None else False
             failure = failure_of(error, traced.filename, self._stage, failed_at, is_echo=is_echo)

@@ -26,6 +26,7 @@ from nnsight_pp.engines.vllm.forward import add_tracing
 from nnsight_pp.engines.vllm.ledger import Ledger
 from nnsight_pp.engines.vllm.root import VLLMTree, object_of
 from nnsight_pp.engines.vllm.side import RankSide
+from nnsight_pp.engines.vllm.surface import RankSurface
 from nnsight_pp.envoys.gate import Gate
 from nnsight_pp.envoys.serve_point import install_serve_points
 from nnsight_pp.interleave import thread_state
@@ -118,6 +119,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             snapshot=host_copy,
             where=str(place),
         )
+        turns.asks.surface = RankSurface()
         ledger = Ledger(turns, switch, lambda name: object_of(root, name), place.stage, link)
         self.nnsight_side = RankSide(place, turns, ledger, gate, link)
         add_tracing(runner, self.nnsight_side)

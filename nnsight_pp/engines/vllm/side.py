@@ -63,6 +63,8 @@ class RankSide:
         self._num_resumed = 0
         # The traced requests of the step that runs now, with its number.
         self._batch: list[tuple[TracedRequest, int]] = []
+        # These, and those whose block is over: what the last stage looks at when it has sampled.
+        self._in_step: list[TracedRequest] = []
 
     @property
     def is_tracing(self) -> bool:
@@ -89,12 +91,16 @@ class RankSide:
     def begin_step(self, output: Any) -> None:
         """Take in new requests, bring awaited values, and open the step of each traced request."""
         self._batch = []
+        self._in_step = []
         for item in compat.scheduled(output):
             traced = self._ledger.get(item.request)
             try:
                 if traced is None and item.new is not None:
                     traced = self._take_in(item)
-                if traced is None or traced.error is not None:
+                if traced is None:
+                    continue
+                self._in_step.append(traced)
+                if traced.error is not None:
                     continue
                 self._batch.append((traced, item.step))
                 self._num_resumed += item.is_resumed
@@ -168,6 +174,11 @@ class RankSide:
             except Exception as error:
                 self._broke("closing a step", error, traced)
         self._batch = []
+
+    def take_ended(self) -> tuple[str, ...]:
+        """Return the requests of the step whose blocks have raised or stopped."""
+        in_step, self._in_step = self._in_step, []
+        return tuple(traced.request for traced in in_step if traced.is_over_early)
 
     def serve_logits(self, logits: Any) -> Any:
         """Offer the step's logits ``[requests, vocabulary]``; return what is sampled from."""

@@ -1,0 +1,62 @@
+"""Ends a request with its block: at `tracer.stop()`, or when the block has raised.
+
+The last stage knows by then that the block is over, since every stage runs it, and says so beside
+the sampled tokens. vLLM's scheduler then finishes the request as at a stop token, whatever
+`ignore_eos` and `min_tokens` say: the tokens so far stay, and nobody else is touched.
+
+Source: vllm 0.32.0 config/scheduler.py:get_scheduler_cls takes the name of a class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nnsight_pp.engines.vllm import compat
+
+# What vLLM's outputs of such a request say under `stop_reason`.
+STOP_REASON = "the block is over"
+
+
+@dataclass
+class StepOutput(compat.ModelRunnerOutput):
+    """What the last stage returns of a step in which blocks have ended early.
+
+    Attributes:
+        ended: The ids of their requests.
+    """
+
+    ended: tuple[str, ...] = ()
+
+
+def with_ended(output: Any, ended: tuple[str, ...]) -> Any:
+    """Return ``output``, vLLM's of a step, with the requests whose blocks are over."""
+    if not ended or type(output) is not compat.ModelRunnerOutput:
+        return output
+    return StepOutput(**vars(output), ended=ended)
+
+
+class TracingScheduler(compat.Scheduler):
+    """vLLM's scheduler, which also finishes the requests that the last stage names."""
+
+    _ended: tuple[str, ...] = ()
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        """Take in a step's tokens as vLLM does."""
+        if isinstance(model_runner_output, StepOutput):
+            self._ended = model_runner_output.ended
+        try:
+            return super().update_from_output(scheduler_output, model_runner_output)
+        finally:
+            self._ended = ()
+
+    def _update_request_with_output(
+        self, request: Any, new_token_ids: list[int], *args: Any, **kwargs: Any
+    ) -> tuple[list[int], bool]:
+        update = super()._update_request_with_output
+        new_token_ids, is_stopped = update(request, new_token_ids, *args, **kwargs)
+        if not is_stopped and request.request_id in self._ended:
+            request.status = compat.RequestStatus.FINISHED_STOPPED
+            request.stop_reason = STOP_REASON
+            is_stopped = True
+        return new_token_ids, is_stopped
