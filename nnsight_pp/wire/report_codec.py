@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
@@ -12,20 +13,54 @@ from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.report import Elsewhere, Failure, Report
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.errors import ValueUnavailableError
-from nnsight_pp.wire.value_codec import from_bytes, to_bytes
+from nnsight_pp.wire.parcel import LEAST_BYTES, Parcel, is_parcel, open_parcel, value_in
+from nnsight_pp.wire.value_codec import encode, from_bytes, in_one_piece, to_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+log = logging.getLogger(__name__)
 
 
-def encode_reports(reports: list[Report]) -> bytes:
-    """Return ``reports`` as bytes. A value that cannot be sent becomes its report's failure."""
+def encode_reports(reports: list[Report], parcel: Parcel) -> bytes | dict[str, int]:
+    """Return ``reports`` as bytes, or where they are: large ones go into ``parcel``.
+
+    A value that cannot be sent becomes its report's failure.
+    """
+    parcel.drop()
     try:
-        return to_bytes(reports)
+        header, pieces = encode(reports)
     except Exception:
-        return to_bytes([_sendable(report) for report in reports])
+        header, pieces = encode([_sendable(report) for report in reports])
+    if sum(len(piece) for piece in pieces) >= LEAST_BYTES:
+        try:
+            return parcel.pack(header, pieces)
+        except OSError as error:
+            log.warning("reports go through the engine's messages: %s", error)
+    return in_one_piece(header, pieces)
 
 
-def decode_reports(data: bytes) -> list[Report]:
-    """Return the reports of ``data``."""
-    return from_bytes(data)
+def decode_reports(answers: Sequence[Any], fetch: Callable[[bool], list[Any]]) -> list[Report]:
+    """Return the reports in the ranks' ``answers`` to `collect`.
+
+    Args:
+        answers: Bytes, or where a parcel is; empty from a rank that does not report.
+        fetch: Tells every rank that its parcel is not needed any more; given True, each of them
+            answers with the parcel's bytes.
+    """
+    found: list[list[Report]] = []
+    away = [answer for answer in answers if is_parcel(answer)]
+    if away:
+        try:
+            found += [open_parcel(answer) for answer in away]
+        except OSError as error:
+            log.info("reports go through the engine's messages: %s", error)
+            found = [value_in(bytearray(answer)) for answer in fetch(True) if answer]
+        else:
+            fetch(False)
+    found += [from_bytes(answer) for answer in answers if answer and not is_parcel(answer)]
+    # By stage, whatever way they came.
+    return sorted((one for reports in found for one in reports), key=lambda one: one.stage)
 
 
 def _sendable(report: Report) -> Report:

@@ -12,10 +12,13 @@ import io
 import pickle
 import struct
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _ALIGN = 16
 _LENGTH = struct.Struct("<Q")
@@ -108,7 +111,11 @@ def _tensor(shape: _Shape, payload: torch.Tensor) -> torch.Tensor:
 
 def to_bytes(value: Any) -> bytes:
     """Return ``value`` in one piece."""
-    header, pieces = encode(value)
+    return in_one_piece(*encode(value))
+
+
+def in_one_piece(header: bytes, pieces: Sequence[torch.Tensor]) -> bytes:
+    """Return what `encode` gave, as `from_bytes` takes it."""
     parts = [_LENGTH.pack(len(header)), header]
     parts += [piece.numpy().data for piece in pieces]
     return b"".join(parts)

@@ -44,7 +44,16 @@ def nothing_left(engine: Engine) -> Iterator[None]:
     yield
     assert engine.model.request_counts() == [0, 0]
     for rank in engine.model.statistics():
-        alive = ("requests", "workers", "parked", "published", "shelves", "waiting", "pending")
+        alive = (
+            "requests",
+            "workers",
+            "parked",
+            "published",
+            "shelves",
+            "waiting",
+            "pending",
+            "parcels",
+        )
         assert {key: rank[key] for key in alive if rank.get(key)} == {}
 
 
@@ -88,6 +97,22 @@ def test_an_edit_reaches_only_its_own_request(engine: Engine) -> None:
     untouched = model.generate(PROMPT, temperature=0.0, max_tokens=3)[0]
     assert plain.outputs[0].token_ids == untouched.outputs[0].token_ids
     assert edited.outputs[0].token_ids != untouched.outputs[0].token_ids
+
+
+def test_saves_of_many_megabytes_come_from_every_stage(engine: Engine) -> None:
+    model, layers = engine.model, engine.layers
+    # From each stage 4 MB of its own values, and as much of what both have computed.
+    with model.trace(list(range(500, 720)), temperature=0.0, max_tokens=1):
+        early = [layer.mlp.output for layer in layers[:15]].save()
+        late = [layer.mlp.output for layer in layers[15:]].save()
+        summed = [one + two for one, two in zip(early[:5], late[:5], strict=True)].save()
+        short = early[2][-1].save()
+    assert sum(one.nbytes for one in early) > 4 << 20
+    assert torch.equal(short, early[2][-1])
+    for one, two, both in zip(early, late, summed, strict=False):
+        assert torch.equal(both, one + two)
+    late[0][:] = 0  # the caller's own memory
+    assert float(early[0].abs().sum()) > 0
 
 
 def test_a_list_of_the_trace_collects_from_every_invoke(engine: Engine) -> None:

@@ -104,7 +104,7 @@ class Batch:
         params = sampling_params(merged, pickle.dumps((trace, data)))
         return _Request(invocation, trace, prompt, params, names, False)
 
-    def run(self, llm: Any, call: Callable[[str, bytes], list[Any]]) -> BaseException | None:
+    def run(self, llm: Any, call: Callable[..., list[Any]]) -> BaseException | None:
         """Generate, collect, and fill what the invocations bound.
 
         Args:
@@ -129,9 +129,7 @@ class Batch:
         ]
         return self._settle(_collect(call, wanted))
 
-    def _give_up(
-        self, llm: Any, call: Callable[[str, bytes], list[Any]], error: BaseException
-    ) -> None:
+    def _give_up(self, llm: Any, call: Callable[..., list[Any]], error: BaseException) -> None:
         """Leave nothing of the run on the engine after ``error``; say it in our words."""
         name = type(error).__name__
         if name == "EngineDeadError":
@@ -175,13 +173,13 @@ class Batch:
 
 
 def _collect(
-    call: Callable[[str, bytes], list[Any]], wanted: list[tuple[str, bytes | None]]
+    call: Callable[..., list[Any]], wanted: list[tuple[str, bytes | None]]
 ) -> dict[str, list[Report]]:
     """Return the stages' reports by trace."""
     found: dict[str, list[Report]] = {}
     if not wanted:
         return found
-    for answer in call("nnsight_collect", pickle.dumps(wanted)):
-        for report in decode_reports(answer) if answer else []:
-            found.setdefault(report.trace, []).append(report)
+    answers = call("nnsight_collect", pickle.dumps(wanted))
+    for report in decode_reports(answers, lambda is_wanted: call("nnsight_fetch", is_wanted)):
+        found.setdefault(report.trace, []).append(report)
     return found

@@ -193,8 +193,9 @@ class VLLM(VLLMTree):
 
         ``tracked`` and ``requests``: requests still known; ``resumed``: how often a traced request
         was preempted and computed again, since the start; ``workers``: live workers; ``parked``:
-        asks that wait; ``published``: kept answers; ``pending``: pulls on their way; ``traffic``:
-        pulls and bytes by other stage, since the start.
+        asks that wait; ``published``: kept answers; ``pending``: pulls on their way; ``parcels``:
+        large reports that were not fetched; ``traffic``: pulls and bytes by other stage, since the
+        start.
         """
         return [pickle.loads(answer) for answer in self._call("nnsight_statistics")]
 

@@ -188,6 +188,11 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         return self._require_side().collect(pickle.loads(wanted))
 
     @_answers
+    def nnsight_fetch(self, is_wanted: bool) -> Any:
+        """Drop the report that was too large for an answer; return it where it is wanted."""
+        return self._require_side().fetch(is_wanted)
+
+    @_answers
     def nnsight_statistics(self) -> Any:
         """Return what is alive on this rank."""
         return pickle.dumps(self._require_side().statistics())

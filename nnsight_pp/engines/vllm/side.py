@@ -18,6 +18,7 @@ from nnsight_pp.core.location import LOGITS, SAMPLES, Location
 from nnsight_pp.core.rows import Rows, TokenCut
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.errors import BlockError, ConfigurationError, InternalError, explain
+from nnsight_pp.wire.parcel import Parcel
 from nnsight_pp.wire.report_codec import encode_reports
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class RankSide:
         self._link = link
         # How often a traced request was preempted and computed again.
         self._num_resumed = 0
+        self._parcel = Parcel()
         # The traced requests of the step that runs now, with its number.
         self._batch: list[tuple[TracedRequest, int]] = []
         # These, and those whose block is over: what the last stage looks at when it has sampled.
@@ -229,8 +231,8 @@ class RankSide:
 
     # -- after a request -----------------------------------------------------------------------
 
-    def collect(self, wanted: list[tuple[str, bytes | None]]) -> bytes:
-        """End the requests of these traces; return this stage's reports of them.
+    def collect(self, wanted: list[tuple[str, bytes | None]]) -> bytes | dict[str, int]:
+        """End the requests of these traces; return this stage's reports of them, or where they are.
 
         Args:
             wanted: The client's name of each trace with its pickled result, or None for one that
@@ -242,7 +244,14 @@ class RankSide:
             reports += [
                 self._ledger.close(traced, value) for traced in self._ledger.of_trace(trace)
             ]
-        return encode_reports(reports) if self.place.is_lead else b""
+        return encode_reports(reports, self._parcel) if self.place.is_lead else b""
+
+    def fetch(self, is_wanted: bool) -> bytes:
+        """Drop the last report that was too large for an answer; return its bytes where wanted."""
+        try:
+            return self._parcel.read() if is_wanted and not self._parcel.is_empty else b""
+        finally:
+            self._parcel.drop()
 
     def statistics(self) -> dict[str, Any]:
         """Return what is alive on this rank, the releases of ended requests waited for."""
@@ -255,6 +264,7 @@ class RankSide:
         return {"stage": self.place.stage, "tp_rank": self.place.tp_rank} | {
             "tracked": len(self._ledger),
             "resumed": self._num_resumed,
+            "parcels": int(not self._parcel.is_empty),
             **self._turns.statistics(),
             **link,
         }

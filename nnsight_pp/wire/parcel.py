@@ -1,0 +1,118 @@
+"""Large reports by way of memory that the client maps, instead of through the engine's messages.
+
+vLLM's remote calls move 200 to 400 MB/s and hold the engine meanwhile. On one host a rank puts its
+report into a file that lies in memory and has no name, and answers where it is. The client maps it
+through ``/proc``; its tensors keep the mapping. So nothing is left behind, whoever dies when: the
+memory goes with the last of the rank's descriptor and the client's tensors.
+
+A client that cannot open it (another host, another user) asks for the bytes instead.
+
+Source: Linux man pages memfd_create(2), proc_pid_fd(5).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from nnsight_pp.wire.value_codec import decode
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Below this, the answer itself is quicker than one more remote call.
+LEAST_BYTES = 4 << 20
+_LENGTH = struct.Struct("<Q")
+_ALIGN = 64
+
+
+@final
+class Parcel:
+    """A rank's report that waits to be fetched. One at a time."""
+
+    __slots__ = ("_file",)
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+
+    def pack(self, header: bytes, pieces: Sequence[torch.Tensor]) -> dict[str, int]:
+        """Keep a value as `value_codec.encode` gave it; return where it is.
+
+        Raises:
+            OSError: There is no memory for it.
+        """
+        self.drop()
+        size = sum(len(piece) for piece in pieces)
+        start = _start_of(len(header))
+        file = os.memfd_create("nnsight_pp")
+        self._file = file
+        try:
+            os.posix_fallocate(file, 0, start + max(size, 1))
+            os.lseek(file, 0, os.SEEK_SET)
+            _write(file, memoryview(_LENGTH.pack(len(header)) + header))
+            os.lseek(file, start, os.SEEK_SET)
+            for piece in pieces:
+                _write(file, memoryview(piece.numpy()))
+        except OSError:
+            self.drop()
+            raise
+        status = os.fstat(file)
+        return {"pid": os.getpid(), "file": file, "inode": status.st_ino, "size": status.st_size}
+
+    def read(self) -> bytes:
+        """Return what was packed, for a client that cannot open it."""
+        assert self._file is not None, "there is no parcel"
+        return os.pread(self._file, os.fstat(self._file).st_size, 0)
+
+    def drop(self) -> None:
+        """Forget the parcel. The memory stays while a client has it mapped."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits."""
+        return self._file is None
+
+
+def is_parcel(answer: Any) -> bool:
+    """Tell whether a rank answered where its report is."""
+    return isinstance(answer, dict) and "inode" in answer
+
+
+def open_parcel(where: dict[str, int]) -> Any:
+    """Return the value of another process's `Parcel`; its tensors lie in a private mapping.
+
+    Raises:
+        OSError: It is not there, or it is another file.
+    """
+    file = os.open(f"/proc/{where['pid']}/fd/{where['file']}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(file)
+        if (status.st_ino, status.st_size) != (where["inode"], where["size"]):
+            raise FileNotFoundError("another process has this number here")
+        return value_in(mmap.mmap(file, where["size"], access=mmap.ACCESS_COPY))
+    finally:
+        os.close(file)
+
+
+def value_in(data: Any) -> Any:
+    """Return the value that lies in the writable buffer ``data``."""
+    (length,) = _LENGTH.unpack_from(data)
+    header = bytes(memoryview(data)[_LENGTH.size : _LENGTH.size + length])
+    return decode(header, torch.frombuffer(data, dtype=torch.uint8, offset=_start_of(length)))
+
+
+def _start_of(header_length: int) -> int:
+    """Return where the elements begin: tensors of any dtype must be aligned."""
+    return -(-(_LENGTH.size + header_length) // _ALIGN) * _ALIGN
+
+
+def _write(file: int, data: memoryview) -> None:
+    while len(data):
+        data = data[os.write(file, data) :]
