@@ -23,13 +23,15 @@ class Gate:
             None while no run is on.
         running: Paths of the modules that run now, for those that hold a shared module.
         is_skipping: Whether a block of this run has asked to skip anything.
+        runs_skipped: Whether a skipped module is run all the same, for the rows of others.
         open: The calls of rewritten functions that run now, by the path of the function.
     """
 
-    __slots__ = ("__weakref__", "is_skipping", "open", "running", "serve")
+    __slots__ = ("__weakref__", "is_skipping", "open", "running", "runs_skipped", "serve")
 
-    def __init__(self) -> None:
+    def __init__(self, *, runs_skipped: bool = False) -> None:
         self.serve: Callable[[Location, Any], Any] | None = None
+        self.runs_skipped = runs_skipped
         self.running: list[str] = []
         self.is_skipping = False
         self.open: dict[str, Calls] = {}

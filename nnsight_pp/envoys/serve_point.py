@@ -16,7 +16,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, final
 
 from nnsight_pp.core.location import ROOT, Location
-from nnsight_pp.envoys.skip_point import NOT_SKIPPED, replacement
+from nnsight_pp.envoys.skip_point import NOT_SKIPPED, replacement, with_rows_replaced
 from nnsight_pp.envoys.source_calls import Offer, run_offered
 
 if TYPE_CHECKING:
@@ -203,8 +203,10 @@ class ServePoint:
         if value is not NOT_SKIPPED:
             return value
         if self.body is None:
-            return self.__wrapped__(*args, **kwargs)
-        return run_offered(self.body, offers, args, kwargs)
+            value = self.__wrapped__(*args, **kwargs)
+        else:
+            value = run_offered(self.body, offers, args, kwargs)
+        return with_rows_replaced(offers, value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         module = copy.deepcopy(self._held(), memo)

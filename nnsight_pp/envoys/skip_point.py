@@ -2,6 +2,10 @@
 
 The point stands behind the input and before the call, and is offered only in a run in which some
 block has asked to skip anything. A skipped module's own modules and operations are not reached.
+
+On an engine a module is run for all requests of a step at once. There a skipped one is run too, and
+the request's rows of its output are replaced: whoever skips it waits until it has run, and nothing
+inside is served to that request meanwhile.
 """
 
 from __future__ import annotations
@@ -35,3 +39,11 @@ def replacement(offers: Iterable[Offer]) -> Any:
             if offered.parts:
                 return offered.whole(path)
     return NOT_SKIPPED
+
+
+def with_rows_replaced(offers: Iterable[Offer], value: Any) -> Any:
+    """Return ``value``, the output of a call that was made, with the rows of those who skip it."""
+    for gate, serve, path in offers:
+        if gate.runs_skipped:
+            value = serve(Location(path, "skipped"), value)
+    return value

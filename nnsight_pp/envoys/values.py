@@ -89,8 +89,10 @@ class Values:
     def skip(self, value: Any) -> None:
         """Do not run the module's forward at this step: ``value`` is its output.
 
-        ``value`` may be computed from the module's own input. In a batch of several prompts every
-        block must skip it, each for its own rows.
+        ``value`` may be computed from the module's own input. In a batch of several prompts in
+        this process every block must skip it, each for its own rows. On an engine the module runs
+        for the other requests, and ``value`` replaces the rows of this one: what the run leaves
+        in the cache of an attention inside stays there.
         """
         location = Location(self.path, "skip")
         self.root._will_skip(location)

@@ -44,6 +44,7 @@ from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.errors import EarlyStopException, OutOfOrderError
 from nnsight_pp.interleave.asks import Asks
 from nnsight_pp.interleave.clock import Clock, StepClock, VisitClock
+from nnsight_pp.interleave.skips import Skips
 from nnsight_pp.interleave.unwind import unwind
 from nnsight_pp.interleave.visit import OpenVisit
 
@@ -103,6 +104,7 @@ class Interleaver:
         self._workers: dict[str, list[Worker]] = {}
         # Called with the value of a location once all workers have had it.
         self.observers: dict[Location, list[Callable[[Any], None]]] = {}
+        self.skips = Skips(self._parked, clock)
         # The first worker that ended by an exception, until its request is dropped.
         self.failed: Worker | None = None
 
@@ -140,6 +142,7 @@ class Interleaver:
                     and worker.cut is not None
                     and ask.location == location
                     and ask.visit == self.clock.now(worker, location)
+                    and not self.skips.is_inside(worker, location)
                 ):
                     value = self._hand(worker, ask, value)
             served.extend(workers)
@@ -276,6 +279,7 @@ class Interleaver:
     def _unpark(self, worker: Worker) -> None:
         if isinstance(worker.ask, (Read, Write)):
             self._parked.remove(worker.ask.location, worker)
+            self.skips.leave(worker)
         elif isinstance(worker.ask, Join):
             arrived = self.asks.waiting.get(id(worker.ask.barrier), [])
             if worker in arrived:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, final
 
 from nnsight_pp.core.location import Visit
+from nnsight_pp.errors import NotSupportedError, OutOfOrderError, explain
 from nnsight_pp.interleave.unwind import out_of_order
 from nnsight_pp.interleave.worker import Mark
 
 if TYPE_CHECKING:
     from nnsight_pp.core.location import Location
     from nnsight_pp.core.protocols import Owners
-    from nnsight_pp.errors import OutOfOrderError
     from nnsight_pp.interleave.clock import Clock
     from nnsight_pp.interleave.worker import Worker
 
@@ -32,7 +32,7 @@ class Order:
         self._stage = stage
         self._where = where
         self._has_stages = owners is not None
-        self._position_of = None if owners is None else owners.position_of
+        self._owners = owners
         # Requests whose last step is over: their pulls may be waited for in place.
         self.finishing: set[str] = set()
 
@@ -68,21 +68,51 @@ class Order:
         Where the places of both are known, every number of stages refuses the same asks at once, so
         the block may catch it. Else whether it is refused at once depends on how the model is cut.
         """
-        position = None if self._position_of is None else self._position_of(location)
+        position, from_stage, from_position = self._place_of(worker, location, owner)
         mark = worker.mark
         if mark.step == visit:
-            known = None if position is None or mark.position is None else position - mark.position
-            if owner < mark.stage:
+            known = None
+            if from_position is not None and mark.position is not None:
+                known = from_position - mark.position
+            if from_stage < mark.stage:
                 why = (
-                    f"It belongs to stage {owner}, and the block has already asked stage "
+                    f"It belongs to stage {from_stage}, and the block has already asked stage "
                     f"{mark.stage} in this step. A block must ask for values in the order in which "
                     "the model computes them."
                 )
                 error = out_of_order(worker, Visit(location, visit), self._where, why)
                 raise error if known is not None else self.alone(worker, error, at=worker.asked)
-            if owner == mark.stage and known is not None and known <= 0:
+            if from_stage == mark.stage and known is not None and known <= 0:
                 raise self.too_late(worker, location, visit)
         worker.mark = Mark(visit, owner, position)
+
+    def _place_of(
+        self, worker: Worker, location: Location, owner: int
+    ) -> tuple[int | None, int, int | None]:
+        """Return the place of ``location``; the stage and the place before which it is asked for.
+
+        A skip is asked for up to the module's input, and is over right before its output.
+        """
+        owners = self._owners
+        if owners is None:
+            return None, owner, None
+        position = owners.position_of(location)
+        if location.kind != "skip":
+            return position, owner, position
+        into = location._replace(kind="input")
+        before = owners.position_of(into)
+        if position is None or before is None:
+            raise NotSupportedError(
+                explain(
+                    f"{location} was called.",
+                    where=worker.where(),
+                    why="On an engine only a module can be skipped that a forward runs at one "
+                    "place, once; this one it runs several times, or only sometimes.",
+                    todo="Skip the module that holds it, or assign to its `.output`.",
+                )
+            )
+        # The input itself may have been asked for just before.
+        return position, owners.owner_of(into) or 0, before + 1
 
     def check_no_late_edit(self, worker: Worker) -> None:
         """See Note [A wait for a call closes the visit] in `interleave.asks`.

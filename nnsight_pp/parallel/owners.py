@@ -61,8 +61,12 @@ class StageMap:
         self._last_stage = len(real) - 1
         self._silent = dict(silent or {})
         self._spans: dict[str, Span] = {}
+        # Twice their number: a skip, which is asked for at a module's input, is over between the
+        # last location inside and the output.
         self._positions = {
-            location: position for locations in order for position, location in enumerate(locations)
+            location: 2 * position
+            for locations in order
+            for position, location in enumerate(locations)
         }
         for position, location in enumerate((LOGITS, SAMPLES)):
             self._positions[location] = _AFTER_FORWARD + position
@@ -116,6 +120,9 @@ class StageMap:
 
     def position_of(self, location: Location) -> int | None:
         """Return the place of ``location`` in its stage's order, or None where it is not known."""
+        if location.kind == "skip":
+            behind = self._positions.get(location._replace(kind="output"))
+            return None if behind is None else behind - 1
         return self._positions.get(location)
 
     def holder_of(self, path: str) -> int:

@@ -47,6 +47,14 @@ def local_set_mlp_input(layer: Any, value: Any) -> None:
     layer.mlp.input = value[None]
 
 
+def local_skip_layer(layer: Any) -> None:
+    layer.skip(layer.input)
+
+
+def local_skip_mlp(layer: Any, value: Any) -> None:
+    layer.mlp.skip(value[None])
+
+
 def local_logits(model: Any) -> Any:
     return model.lm_head.output[0, -1:]
 
@@ -84,6 +92,15 @@ def vllm_set_mlp_input(layer: Any, value: Any) -> None:
     layer.mlp.input = value
 
 
+def vllm_skip_layer(layer: Any) -> None:
+    _, hidden, residual = layer.inputs[0]
+    layer.skip((hidden, residual))
+
+
+def vllm_skip_mlp(layer: Any, value: Any) -> None:
+    layer.mlp.skip(value)
+
+
 def vllm_logits(model: Any) -> Any:
     return model.logits
 
@@ -95,6 +112,8 @@ LOCAL_OPS = SimpleNamespace(
     set_mlp=local_set_mlp,
     mlp_input=local_mlp_input,
     set_mlp_input=local_set_mlp_input,
+    skip_layer=local_skip_layer,
+    skip_mlp=local_skip_mlp,
     logits=local_logits,
     lens=local_lens,
 )
@@ -105,6 +124,8 @@ VLLM_OPS = SimpleNamespace(
     set_mlp=vllm_set_mlp,
     mlp_input=vllm_mlp_input,
     set_mlp_input=vllm_set_mlp_input,
+    skip_layer=vllm_skip_layer,
+    skip_mlp=vllm_skip_mlp,
     logits=vllm_logits,
     lens=vllm_lens,
 )

@@ -387,6 +387,49 @@ def a_stop_that_hangs_on_a_late_value(b: Any) -> dict[str, Any]:
 
 
 @block
+def layers_skipped_with_their_own_inputs(b: Any) -> dict[str, Any]:
+    layers, model, ops = b.layers, b.model, b.ops
+    with b.trace(PROMPT):
+        ops.skip_layer(layers[6])
+        early = ops.stream(layers[6]).save()
+        ops.skip_layer(layers[7])
+        ops.skip_layer(layers[21])
+        late = ops.stream(layers[25]).save()
+        logits = ops.logits(model).save()
+    return {"early": early, "late": late, "logits": logits}
+
+
+@block
+def modules_skipped_at_every_step_with_values_of_other_stages(b: Any) -> dict[str, Any]:
+    layers, model, ops = b.layers, b.model, b.ops
+    with b.trace(PROMPT, steps=3) as tracer:
+        kept = [].save()
+        logits = [].save()
+        for _ in tracer.iter[:3]:
+            early = ops.mlp(layers[4])
+            ops.skip_mlp(layers[8], torch.zeros_like(early))
+            ops.skip_mlp(layers[22], 0.5 * early)
+            taken = ops.mlp(layers[22])
+            kept.append(taken.clone())
+            taken[:] *= 2
+            logits.append(ops.logits(model))
+    return {"kept": kept, "logits": logits}
+
+
+@block
+def a_skip_in_a_later_step_only(b: Any) -> dict[str, Any]:
+    layers, model, ops = b.layers, b.model, b.ops
+    with b.trace(PROMPT, steps=3) as tracer:
+        first = ops.mlp(layers[20]).save()
+        for _ in tracer.iter[1]:
+            ops.skip_mlp(layers[20], torch.ones_like(ops.mlp(layers[19])))
+        for _ in tracer.iter[2]:
+            last = ops.mlp(layers[20]).save()
+            logits = ops.logits(model).save()
+    return {"first": first, "last": last, "logits": logits}
+
+
+@block
 def a_logit_lens_on_every_layer(b: Any) -> dict[str, Any]:
     layers, model, ops = b.layers, b.model, b.ops
     with b.trace(PROMPT):

@@ -6,6 +6,7 @@ batches and neighbours can be compared to the last bit.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from engine.backends import LONGER, PROMPT, SHORT, Engine
+from nnsight_pp import OutOfOrderError, RowsError
 from nnsight_pp.engines.vllm.schedule import STOP_REASON
 
 
@@ -94,3 +96,95 @@ def test_a_stop_leaves_the_neighbours_alone(engine: Engine) -> None:
     rows, out = beside(stops=True)
     assert all(torch.equal(one, other) for one, other in zip(calm, rows, strict=True))
     assert out.outputs[0].token_ids == calm_out.outputs[0].token_ids
+
+
+# -------------------------------------------------------------------------------------- the skip
+
+
+def line_of(error: BaseException) -> str:
+    return traceback.extract_tb(error.__traceback__)[-1].line or ""
+
+
+@pytest.mark.parametrize("layer", [6, 21])
+def test_what_is_inside_a_skipped_module_is_never_reached(engine: Engine, layer: int) -> None:
+    layers = engine.layers
+    with pytest.raises(
+        OutOfOrderError, match=rf"layers\.{layer}\.mlp\.down_proj\.output#0"
+    ) as caught:
+        with engine.model.trace(PROMPT, max_tokens=2):
+            layers[layer].mlp.skip(layers[layer].mlp.input)
+            inner = layers[layer].mlp.down_proj.output.save()
+    assert line_of(caught.value).startswith("inner =")
+
+
+@pytest.mark.parametrize("layer", [6, 21])
+def test_a_module_cannot_be_skipped_once_it_runs(engine: Engine, layer: int) -> None:
+    layers = engine.layers
+    for inner in (layers[layer].mlp.gate_up_proj, layers[layer].mlp):
+        with pytest.raises(OutOfOrderError, match=rf"layers\.{layer}\.mlp\.skip#0") as caught:
+            with engine.model.trace(PROMPT, max_tokens=2):
+                value = inner.output
+                layers[layer].mlp.skip(torch.zeros(10, 576))
+        assert line_of(caught.value).startswith("layers[layer].mlp.skip")
+
+
+@pytest.mark.parametrize("layer", [6, 21])
+def test_a_skip_that_does_not_fit_the_rows_is_refused_at_its_line(
+    engine: Engine, layer: int
+) -> None:
+    layers = engine.layers
+    for value in (torch.zeros(9, 576), torch.zeros(10, 5), None, (torch.zeros(10, 576),) * 2):
+        with pytest.raises(RowsError) as caught:
+            with engine.model.trace(PROMPT, max_tokens=2):
+                layers[layer].mlp.skip(value)
+        assert line_of(caught.value) == "layers[layer].mlp.skip(value)"
+
+
+def test_a_part_that_spans_the_stages_may_be_skipped(engine: Engine) -> None:
+    model, layers = engine.model, engine.layers
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        model.model.skip(torch.ones(10, 576))
+        seen = model.model.output.save()
+        logits = model.logits.save()
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        model.model.output = torch.ones(10, 576)
+        wanted = model.logits.save()
+    assert torch.equal(seen, torch.ones(10, 576))
+    assert torch.equal(logits, wanted)
+    with pytest.raises(OutOfOrderError, match=r"layers\.3\.output#0"):
+        with model.trace(PROMPT, max_tokens=1):
+            model.model.skip(torch.ones(10, 576))
+            inner = layers[3].output.save()
+
+
+def test_a_skip_leaves_the_neighbours_alone(engine: Engine) -> None:
+    model, layers = engine.model, engine.layers
+
+    def beside(skips: bool) -> list[Any]:
+        with model.trace(temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+            seen = [].save()
+            with tracer.invoke(PROMPT):
+                for _ in tracer.iter[:3]:
+                    seen.append(layers[8].mlp.down_proj.output)
+                    seen.append(layers[22].mlp.output)
+                    seen.append(model.logits)
+            with tracer.invoke(SHORT):
+                for _ in tracer.iter[:3]:
+                    if skips:
+                        hidden = layers[8].mlp.input
+                        layers[8].mlp.skip(torch.full_like(hidden, 7.0))
+                        layers[22].mlp.skip(torch.full_like(hidden, -7.0))
+            with tracer.invoke(LONGER):
+                pass
+        return seen
+
+    for one, other in zip(beside(skips=False), beside(skips=True), strict=True):
+        assert_equal(one, other)
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, tuple):
+        for a, b in zip(one, other, strict=True):
+            assert_equal(a, b)
+    else:
+        assert one is other or torch.equal(one, other)

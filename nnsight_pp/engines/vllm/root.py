@@ -38,7 +38,7 @@ class VLLMTree(Envoy):
     def __init__(self, module: torch.nn.Module, load_tokenizer: Callable[[], Any]) -> None:
         super().__init__(module)
         # On a rank, the gate of the serve points of its modules.
-        self.gate = Gate()
+        self.gate = Gate(runs_skipped=True)
         # On a rank, the paths whose weights are not what their layer says: alike on every rank.
         self.repacked: frozenset[str] = frozenset()
         self._load_tokenizer = load_tokenizer
@@ -87,12 +87,7 @@ class VLLMTree(Envoy):
         )
 
     def _will_skip(self, location: Location) -> None:
-        raise unsupported(
-            f"{location} was called.",
-            _line(),
-            "runs every module for all requests of a step at once",
-            "Assign to the module's `.output`",
-        )
+        self.gate.is_skipping = True  # until the step is over
 
     def _gate_of_sources(self) -> Gate:
         raise unsupported(

@@ -167,8 +167,7 @@ class RankSide:
 
     def end_step(self) -> None:
         """Disarm the serve points and close the step of each traced request."""
-        self._gate.serve = None
-        self._gate.running.clear()
+        self._gate.close()
         for traced, step in self._batch:
             self._cut(traced, None)
             try:
@@ -198,8 +197,7 @@ class RankSide:
 
         The step is computed again without them, so that nobody else has to pay.
         """
-        self._gate.serve = None
-        self._gate.running.clear()
+        self._gate.close()
         log.warning("the model failed with a block beside it on %s", self.place, exc_info=error)
         for traced, _ in self._batch:
             text = explain(
@@ -212,6 +210,9 @@ class RankSide:
 
     def _serve(self, location: Location, value: Any) -> Any:
         try:
+            if location.kind == "skip":
+                self._turns.skips.hold(location)
+                return value
             return self._turns.serve(location, value)
         except Exception as error:
             self._broke(f"serving {location}", error, *[traced for traced, _ in self._batch])
