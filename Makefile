@@ -3,6 +3,7 @@
 PYTHON ?= python3
 EXTRAS ?= cpu,hf,dev
 PYTEST_ARGS ?=
+FUZZ ?= 2000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +18,7 @@ FOLDERS_harness := tests/harness
 FOLDERS_engine := tests/engine
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test lint format sanitize clean $(addprefix test-,$(TIERS))
+.PHONY: help setup model demo test lint format fuzz sanitize clean $(addprefix test-,$(TIERS))
 
 help:  ## List the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | column -t -s @
@@ -54,6 +55,12 @@ lint: $(READY)  ## Check style, types, import direction and spelling
 format: $(READY)  ## Let ruff repair what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Always new programs; one that fails is made small and printed.
+fuzz: model  ## Run FUZZ random programs on one, two and three stages, a fifth of them on engines
+	NNSIGHT_PP_FUZZ=$(FUZZ) $(BIN)/pytest tests/harness/test_random_programs.py -o faulthandler_timeout=0
+	NNSIGHT_PP_FUZZ=$$(( $(FUZZ) / 5 )) $(BIN)/pytest tests/engine/test_one_and_two_stages.py -k random \
+		-o faulthandler_timeout=0
 
 sanitize: $(READY)  ## Run the extension's tests under AddressSanitizer
 	sh csrc/sanitize.sh $(BIN)/python

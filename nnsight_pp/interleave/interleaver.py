@@ -69,6 +69,7 @@ class Interleaver:
         make_lazy: Builds what stands for another stage's value.
         snapshot: Copies a served value for publishing. Default: clones its tensors.
         where: Says in words where this rank is, for messages.
+        arrange: Orders the workers that one value is handed to. Default: as they arrived.
     """
 
     def __init__(  # noqa: PLR0913 - the one visible place where an engine wires a rank
@@ -82,8 +83,10 @@ class Interleaver:
         make_lazy: Callable[[RemoteAsk], Any] | None = None,
         snapshot: Callable[[Any], Any] | None = None,
         where: str = "",
+        arrange: Callable[[tuple[Worker, ...]], tuple[Worker, ...]] | None = None,
     ) -> None:
         self.clock = clock
+        self._arrange = arrange
         self.stage = stage
         self.where = where
         self.asks = Asks(
@@ -135,6 +138,8 @@ class Interleaver:
         """Serve ``workers``, then those that one of them has brought here (by a barrier)."""
         served: list[Worker] = []
         while workers:
+            if self._arrange is not None:
+                workers = self._arrange(workers)
             for worker in workers:
                 ask = worker.ask
                 if (

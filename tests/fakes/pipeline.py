@@ -33,6 +33,7 @@ from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.clock import StepClock
 from nnsight_pp.interleave.interleaver import Interleaver
 from nnsight_pp.interleave.randomness import Randomness, draws_of
+from nnsight_pp.interleave.serve_order import ShuffledRequests
 from nnsight_pp.interleave.steps import Steps
 from nnsight_pp.interleave.worker import Worker, current_worker
 from nnsight_pp.parallel.lazy import LazyRemoteTensor, first_input, pick, with_first_input
@@ -184,6 +185,7 @@ class Stage:
             link=YieldingLink(pipeline.links[self.number]) if pipeline.links else None,
             make_lazy=LazyRemoteTensor,
             where=f"stage {self.number}",
+            arrange=ShuffledRequests(f"{pipeline.seed} {self.number}"),
         )
         while (order := self.orders.get()) is not None:
             kind, *arguments = order

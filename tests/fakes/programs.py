@@ -1,24 +1,77 @@
-"""Random blocks for the toy pipeline of `fakes.pipeline`, from a seeded generator."""
+"""Random blocks, for the toy pipeline of `fakes.pipeline` and for a tiny model on an engine."""
 
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from fakes.pipeline import NUM_LAYERS
 
-# Places of a step in model order: input and output of each layer, then logits, samples.
-NUM_PLACES = 2 * NUM_LAYERS + 2
+
+class Toy:
+    """How a program names what the toy pipeline has. Outputs of odd layers are tuples."""
+
+    num_layers = NUM_LAYERS
+    width = 3
+    dtype = "torch.float64"
+    steps = "steps"
+    result = "result()"
+    has_ghost = True
+
+    def whole(self, layer: int) -> str:
+        """The location of a layer that is written: its output."""
+        return f"L[{layer}].output"
+
+    def input(self, layer: int) -> str:
+        return f"L[{layer}].input"
+
+    def output(self, layer: int, item: int) -> str:
+        """A tensor of the output."""
+        return f"{self.whole(layer)}[{item}]" if layer % 2 else self.whole(layer)
+
+    def call(self, layer: int, given: str) -> str:
+        return f"L[{layer}]({given})"
+
+    def constant(self, layer: int) -> str:
+        return f"L[{layer}].weight"
+
+    def bounded(self, value: str) -> str:
+        return f"torch.remainder({value}, 97.0)"
+
+    def bound_in_place(self, name: str) -> str:
+        return f"{name}.remainder_(89.0)"
+
+    def test(self, row: str) -> str:
+        """A condition that holds about half of the time."""
+        return f"float({row}.sum()) % 2 < 1"
 
 
 class Writer:
-    """Writes one program. Keeps what names hold, so that most lines are right."""
+    """Writes one program. Keeps what names hold, so that most lines are right.
+
+    Args:
+        choices: Decides, as `random.Random` does.
+        mischief: How often a statement is out of order or raises.
+        calls: How often a module is called or a weight read.
+        draws: How often random numbers are drawn.
+        words: How the program names what the model has.
+    """
 
     def __init__(
-        self, seed: int, *, mischief: float, calls: float = 0.0, draws: float = 0.0
+        self,
+        choices: Any,
+        *,
+        mischief: float,
+        calls: float = 0.0,
+        draws: float = 0.0,
+        words: Toy | None = None,
     ) -> None:
+        self.words = words or Toy()
+        # Places of a step in model order: input and output of each layer, then logits, samples.
+        self.num_places = 2 * self.words.num_layers + 2
         self.calls = calls
         self.draws = draws
-        self.random = random.Random(seed)
+        self.random = choices
         self.mischief = mischief
         self.lines: list[str] = []
         self.num_names = 0
@@ -30,12 +83,11 @@ class Writer:
         self.last: tuple[str, int] | None = None
 
     def program(self) -> str:
-        self.put(0, "out = []")
         self.statements(0, self.random.randint(1, 7))
         if self.random.random() < 0.75:
             self.loop()
         if self.chance(0.3):
-            self.put(0, "out.append(result())")
+            self.put(0, f"out.append({self.words.result})")
             if self.chance(0.7):
                 self.force(0)
         return "\n".join(self.lines) + "\n"
@@ -47,11 +99,9 @@ class Writer:
         self.lines.append(" " * (4 * (depth + 1)) + line)
 
     def loop(self) -> None:
-        chosen = self.random.choice(
-            ["steps[:]", "steps[:2]", "steps[:3]", "steps[1:]", "steps[1:3]", "steps[[0, 2]]"]
-        )
-        self.put(0, f"for s in {chosen}:")
-        if self.chance(0.15) or chosen.startswith("steps[1"):
+        chosen = self.random.choice(["[:]", "[:2]", "[:3]", "[1:]", "[1:3]", "[[0, 2]]"])
+        self.put(0, f"for s in {self.words.steps}{chosen}:")
+        if self.chance(0.15) or chosen.startswith("[1"):
             self.position = -1
         self.step = "s"
         self.last = None
@@ -88,7 +138,7 @@ class Writer:
 
     def next_place(self, *, kind: int) -> int | None:
         """Return a layer whose input (0) or output (1) still comes in this step."""
-        layers = [i for i in range(NUM_LAYERS) if 2 * i + kind > self.position]
+        layers = [i for i in range(self.words.num_layers) if 2 * i + kind > self.position]
         if not layers:
             return None
         layer = self.random.choice(layers[:3])
@@ -104,7 +154,7 @@ class Writer:
         if layer is None:
             return self.force(depth)
         name = self.fresh()
-        self.put(depth, f"{name} = {_output(layer, self.random.randint(0, 1))}")
+        self.put(depth, f"{name} = {self.words.output(layer, self.random.randint(0, 1))}")
         self.names.append(name)
         self.last = (name, layer)
         return None
@@ -114,19 +164,19 @@ class Writer:
         if layer is None:
             return self.keep(depth)
         name = self.fresh()
-        self.put(depth, f"{name} = L[{layer}].input")
+        self.put(depth, f"{name} = {self.words.input(layer)}")
         self.names.append(name)
         self.last = None
         if self.chance(0.4):
-            self.put(depth, f"L[{layer}].input = {name} * 2 + {self.row()}")
+            self.put(depth, f"{self.words.input(layer)} = {name} * 2 + {self.row()}")
         elif self.chance(0.4):
             self.put(depth, f"{name}[-1] = 7.0")
         return None
 
     def logits(self, depth: int) -> None:
-        if self.position >= NUM_PLACES - 2:
+        if self.position >= self.num_places - 2:
             return
-        self.position = NUM_PLACES - 2
+        self.position = self.num_places - 2
         name = self.fresh()
         self.put(depth, f"{name} = model.logits")
         self.put(depth, f"out.append({name}{self.random.choice(['', '[-1]', '.sum()'])})")
@@ -137,9 +187,9 @@ class Writer:
         self.last = None
 
     def samples(self, depth: int) -> None:
-        if self.position >= NUM_PLACES - 1:
+        if self.position >= self.num_places - 1:
             return
-        self.position = NUM_PLACES - 1
+        self.position = self.num_places - 1
         name = self.fresh()
         self.put(depth, f"{name} = model.samples")
         self.put(depth, f"out.append({name}[0])")
@@ -156,19 +206,20 @@ class Writer:
         if self.last is None:
             return
         name, layer = self.last
+        whole = self.words.whole(layer)
         changed = self.random.choice([f"{name} * 2", f"{name} + {self.row()}", f"{name} - 1"])
         if layer % 2:
-            self.put(depth, f"L[{layer}].output = ({changed}, L[{layer}].output[1])")
+            self.put(depth, f"{whole} = ({changed}, {whole}[1])")
         elif self.chance(0.3):
             self.put(depth, f"{name} = {changed}")
-            self.put(depth, f"L[{layer}].output = {name}")
+            self.put(depth, f"{whole} = {name}")
             if self.chance(0.5):
                 self.put(depth, f"{name} += {self.number()}")
         else:
-            self.put(depth, f"L[{layer}].output = {changed}")
+            self.put(depth, f"{whole} = {changed}")
         if self.chance(0.3):
             again = self.fresh()
-            self.put(depth, f"{again} = {_output(layer, 0)}")
+            self.put(depth, f"{again} = {self.words.output(layer, 0)}")
             self.put(depth, f"out.append({again}[-1])")
 
     def write_blind(self, depth: int) -> None:
@@ -176,10 +227,12 @@ class Writer:
         if layer is None:
             return
         count = f"(rows if {self.step} == 0 else 1)"
-        value = f"torch.full(({count}, 3), {self.number()}, dtype=torch.float64)"
+        words = self.words
+        value = f"torch.full(({count}, {words.width}), {self.number()}, dtype={words.dtype})"
         if self.names and self.chance(0.5):
             value += f" + {self.row()}"
-        self.put(depth, f"L[{layer}].output = {f'({value}, {value})' if layer % 2 else value}")
+        both = f"({value}, {value})" if layer % 2 else value
+        self.put(depth, f"{words.whole(layer)} = {both}")
         self.last = None
 
     def call(self, depth: int) -> None:
@@ -187,11 +240,11 @@ class Writer:
         if not self.names:
             return self.read(depth)
         name, fresh = self.name(), self.fresh()
-        layer = self.random.randint(0, NUM_LAYERS - 1)
+        layer = self.random.randint(0, self.words.num_layers - 1)
         given = self.random.choice([name, name, f"{name} * 2", f"{name} + {self.row()}"])
         if self.chance(self.mischief / 2):
             given = f"{name}[:, :2]"
-        self.put(depth, f"{fresh} = L[{layer}]({given})")
+        self.put(depth, f"{fresh} = {self.words.call(layer, given)}")
         if self.chance(0.2):
             self.put(depth, f"{name}[-1] = {self.number()}")
         self.names.append(fresh)
@@ -204,7 +257,8 @@ class Writer:
 
     def constant(self, depth: int) -> None:
         fresh = self.fresh()
-        self.put(depth, f"{fresh} = L[{self.random.randint(0, NUM_LAYERS - 1)}].weight")
+        layer = self.random.randint(0, self.words.num_layers - 1)
+        self.put(depth, f"{fresh} = {self.words.constant(layer)}")
         self.names.append(fresh)
         if self.chance(0.3):
             self.put(depth, f"out.append({fresh}{self.random.choice(['', '[-1]', '.sum()'])})")
@@ -213,7 +267,10 @@ class Writer:
         kind = self.random.choice(["torch", "python", "numpy", "in place", "keep"])
         fresh = self.fresh()
         if kind == "torch":
-            self.put(depth, f"{fresh} = torch.randint(0, 9, (2, 3)).double()")
+            self.put(
+                depth,
+                f"{fresh} = torch.randint(0, 9, (2, {self.words.width})).to({self.words.dtype})",
+            )
             self.names.append(fresh)
         elif kind == "python":
             self.put(depth, "out.append(random.randint(0, 99))")
@@ -284,7 +341,7 @@ class Writer:
                     f"{name}[-1] += {self.row()}", f"{name}[:] = {self.number()}",
                     f"{name}[-1] = {self.row()}", f"{name} += {self.row()}",
                     f"{name}.add_({self.number()})", f"{name} *= 2.0", f"{name}[-1, 1:] = 3.0",
-                    f"{name}[-1].mul_(2.0)", f"{name}.remainder_(89.0)",
+                    f"{name}[-1].mul_(2.0)", self.words.bound_in_place(name),
                 ]
             ),
         )  # fmt: skip
@@ -304,7 +361,7 @@ class Writer:
         if name is not None:
             fresh = self.fresh()
             self.put(depth, f"{fresh} = {name} * 3.0 + {self.row()}")
-            self.put(depth, f"{fresh} = torch.remainder({fresh}, 97.0)")
+            self.put(depth, f"{fresh} = {self.words.bounded(fresh)}")
             self.names.append(fresh)
 
     def branch(self, depth: int) -> None:
@@ -312,7 +369,7 @@ class Writer:
         if name is None or depth > 2:
             return
         before = (self.position, self.last, list(self.names))
-        self.put(depth, f"if float({name}[-1].sum()) % 2 < 1:")
+        self.put(depth, f"if {self.words.test(f'{name}[-1]')}:")
         self.statements(depth + 1, self.random.randint(1, 2))
         self.put(depth + 1, "out.append('yes')")
         position = self.position
@@ -328,14 +385,14 @@ class Writer:
     # -- mischief --------------------------------------------------------------------------------
 
     def late(self, depth: int) -> None:
-        layer = self.random.randint(0, NUM_LAYERS - 1)
-        self.put(depth, f"late = L[{layer}].output")
+        layer = self.random.randint(0, self.words.num_layers - 1)
+        self.put(depth, f"late = {self.words.output(layer, 0)}")
         self.put(depth, "out.append(late)")
 
     def caught(self, depth: int) -> None:
-        layer = self.random.randint(0, NUM_LAYERS - 1)
+        layer = self.random.randint(0, self.words.num_layers - 1)
         self.put(depth, "try:")
-        self.put(depth + 1, f"late = {_output(layer, 0)}")
+        self.put(depth + 1, f"late = {self.words.output(layer, 0)}")
         self.put(depth + 1, f"out.append({self.random.choice(['late', 'float(late.sum())'])})")
         if self.chance(0.3):
             self.put(depth + 1, "late[-1] = 1.0")
@@ -348,7 +405,7 @@ class Writer:
             self.last = None
 
     def ghostly(self, depth: int) -> None:
-        if self.position > 2 * 2 + 1:
+        if self.position > 2 * 2 + 1 or not self.words.has_ghost:
             return
         if self.chance(0.5):
             self.put(depth, "out.append(ghost.output)")
@@ -361,10 +418,7 @@ class Writer:
         self.put(depth, "if len(out) % 2: raise ValueError(len(out))")
 
 
-def _output(layer: int, item: int) -> str:
-    return f"L[{layer}].output[{item}]" if layer % 2 else f"L[{layer}].output"
-
-
 def program(seed: int, *, mischief: float = 0.06, calls: float = 0.0, draws: float = 0.0) -> str:
-    """Return the source of one random block, indented as in a file."""
-    return Writer(seed, mischief=mischief, calls=calls, draws=draws).program()
+    """Return the source of one random block for the toy pipeline, indented as in a file."""
+    writer = Writer(random.Random(seed), mischief=mischief, calls=calls, draws=draws)
+    return f"    out = []\n{writer.program()}"

@@ -32,6 +32,7 @@ from nnsight_pp.envoys.serve_point import install_serve_points
 from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.clock import StepClock
 from nnsight_pp.interleave.interleaver import Interleaver
+from nnsight_pp.interleave.serve_order import ShuffledRequests
 from nnsight_pp.parallel.gloo_link import GlooLink, new_group
 from nnsight_pp.parallel.lazy import LazyRemoteTensor, pick
 from nnsight_pp.parallel.owners import StageMap
@@ -118,6 +119,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             make_lazy=LazyRemoteTensor,
             snapshot=host_copy,
             where=str(place),
+            arrange=_serve_order(place),
         )
         turns.asks.surface = RankSurface()
         ledger = Ledger(turns, switch, lambda name: object_of(root, name), place.stage, link)
@@ -203,6 +205,12 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         side = self._require_side()
         spans = {path: self._stages.span_of(path) for path in self._stages.paths()}
         return pickle.dumps((side.place, os.getpid(), spans))
+
+
+def _serve_order(place: Place) -> ShuffledRequests | None:
+    """Return a shuffled order where tests ask for one. It may differ between ranks."""
+    seed = os.environ.get("NNSIGHT_PP_SERVE_SEED")
+    return ShuffledRequests(f"{seed} {place}") if seed else None
 
 
 def _stage_map(
