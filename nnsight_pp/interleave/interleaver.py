@@ -86,7 +86,7 @@ class Interleaver:
         arrange: Callable[[tuple[Worker, ...]], tuple[Worker, ...]] | None = None,
     ) -> None:
         self.clock = clock
-        self._arrange = arrange
+        self._arrange = arrange or tuple
         self.stage = stage
         self.where = where
         self.asks = Asks(
@@ -138,9 +138,7 @@ class Interleaver:
         """Serve ``workers``, then those that one of them has brought here (by a barrier)."""
         served: list[Worker] = []
         while workers:
-            if self._arrange is not None:
-                workers = self._arrange(workers)
-            for worker in workers:
+            for worker in self._arrange(workers):
                 ask = worker.ask
                 if (
                     isinstance(ask, (Read, Write))
