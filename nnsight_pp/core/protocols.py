@@ -105,6 +105,16 @@ class Link(Protocol):
         """
         ...
 
+    def let_go(self, request: str, owner: int, asks: Sequence[tuple[int, int | None]]) -> None:
+        """Say that this rank will not pull these asks of ``request`` from stage ``owner`` any more.
+
+        Args:
+            request: Their request.
+            owner: Who answers them.
+            asks: Their numbers, each with its step; None for a call, which may be answered later.
+        """
+        ...
+
     def release(self, request: str) -> None:
         """Say that this rank needs nothing more of ``request`` and answers nothing new."""
         ...

@@ -34,6 +34,7 @@ from nnsight_pp.errors import (
     OutsideTraceError,
     explain,
 )
+from nnsight_pp.interleave.let_go import LetGo
 from nnsight_pp.interleave.order import Order
 from nnsight_pp.interleave.parked import Parked
 from nnsight_pp.interleave.remote import RemoteAsk
@@ -68,7 +69,7 @@ class Asks:
         self.stage = stage
         self.where = where
         self.link = link
-        self.parked = Parked()
+        self.parked, self.let_go = Parked(), LetGo()
         self.order = Order(clock, stage=stage, owners=owners, where=where)
         self.finishing = self.order.finishing
         self.alone = self.order.alone

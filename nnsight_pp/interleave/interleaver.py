@@ -175,7 +175,7 @@ class Interleaver:
                     break
                 self._too_late(worker, worker.ask)
         if self._link is not None:
-            self._link.close(request, step)
+            self.asks.let_go.close(self._link, request, step)
 
     def catch_up(self, request: str) -> None:
         """Bring the values of later stages that workers of ``request`` are parked on.

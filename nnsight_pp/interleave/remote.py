@@ -52,6 +52,12 @@ class RemoteAsk:
         # What is asked for: see `core.protocols.Link.pull`.
         self.kind = kind
 
+    def __del__(self) -> None:
+        """Note that nobody can pull this answer any more. On any thread, so it only notes."""
+        if self.kind != "constant":
+            step = None if self.kind == "call" else self.step
+            self._asks.let_go.add(self._worker.request, self.owner, self.number, step)
+
     @property
     def visit(self) -> Visit:
         """What was asked for, in its printed form."""

@@ -45,7 +45,7 @@ _ALIGN = 16
 # Magic, kind, length of the head, length of the whole body.
 _PREFIX = struct.Struct("<4sBIQ")
 _MAGIC = b"nnpp"
-_ASK, _ANSWER, _RELEASE, _STOP = range(4)
+_ASK, _ANSWER, _RELEASE, _STOP, _LET_GO = range(5)
 _NEVER = timedelta(days=365)
 
 
@@ -204,15 +204,18 @@ class GlooLink:
             peer.outbox.put((_ASK, lambda: (body, [])))
         return pending
 
+    def let_go(self, request: str, owner: int, asks: Sequence[tuple[int, int | None]]) -> None:
+        """See `core.protocols.Link`."""
+        self._peers[owner].outbox.put((_LET_GO, lambda: (pickle.dumps((request, asks)), [])))
+
     def release(self, request: str) -> None:
         """See `core.protocols.Link`."""
         self._own.end(request)
         with self._lock:  # nobody waits for these any more
             for ticket in [t for t, (_, of, _) in self._pending.items() if of == request]:
                 del self._pending[ticket]
-        body = request.encode()
         for peer in self._peers.values():
-            peer.outbox.put((_RELEASE, lambda: (body, [])))
+            peer.outbox.put((_RELEASE, lambda: (request.encode(), [])))
 
     def stop(self) -> None:
         """Tell the peers that this rank is leaving; its own threads end when they leave too."""
@@ -310,6 +313,8 @@ class GlooLink:
     def _received(self, peer: _Peer, kind: int, head: bytes, payload: torch.Tensor) -> None:
         if kind == _RELEASE:
             self._own.released(head.decode(), peer.stage)
+        elif kind == _LET_GO:
+            self._own.let_go(peer.stage, *pickle.loads(head))
         elif kind == _ASK:
             ticket, request, number, location, step, picks, what = pickle.loads(head)
             question = Question(AskKey(request, number), location, step, picks, what)

@@ -143,6 +143,11 @@ class MemoryLink:
         self._fabric.post(owner, lambda: table.ask(question, reply))
         return pending
 
+    def let_go(self, request: str, owner: int, asks: Sequence[tuple[int, int | None]]) -> None:
+        """See `core.protocols.Link`."""
+        table = self._fabric.publications[owner]
+        self._fabric.post(owner, lambda: table.let_go(self._stage, request, asks))
+
     def release(self, request: str) -> None:
         """See `core.protocols.Link`."""
         self._own.end(request)

@@ -4,7 +4,9 @@ The forward thread publishes, closes and fails; the link's threads look up. A lo
 five answers: the value; *closed* (the step is over here and the value was not served in it);
 *deferred* (the step is over here, and a call of it has not run yet); *error* (the worker raised,
 or the request is gone); or none yet, and then the reply is kept and given when one of the others
-comes. Nothing here ever waits. A constant (a weight) is answered whatever the worker does.
+comes. An answer is dropped when every other stage has let it go, or the request is over: a long
+generation keeps no more than a short one. Nothing here ever waits. A constant (a weight) is
+answered whatever the worker does.
 """
 
 from __future__ import annotations
@@ -57,6 +59,8 @@ class _Shelf:
     failure: str | None = None
     is_over: bool = False
     released: set[int] = field(default_factory=set)
+    # By ask number: its step (None for a call), and the stages that will not ask for it any more.
+    let_go: dict[int, tuple[int | None, set[int]]] = field(default_factory=dict)
 
 
 @final
@@ -91,6 +95,9 @@ class Publications:
             if key.request in self._ended:
                 return
             shelf = self._shelf(key.request)
+            if self._is_let_go(shelf, key.number):
+                del shelf.let_go[key.number]
+                return
             shelf.values[key.number] = (name, value)
             waiting = shelf.waiting.pop(key.number, ())
         for question, reply in waiting:
@@ -103,6 +110,8 @@ class Publications:
                 return
             shelf = self._shelf(request)
             shelf.closed = max(shelf.closed, step)
+            for number in list(shelf.let_go):
+                self._forget(shelf, number)
             late = self._take(
                 shelf, lambda question: question.step <= step and question.kind != "last call"
             )
@@ -186,6 +195,28 @@ class Publications:
                 shelf = self._shelf(request)
                 shelf.released.add(peer)
                 self._drop_if_done(request, shelf)
+
+    def let_go(self, peer: int, request: str, asks: Sequence[tuple[int, int | None]]) -> None:
+        """Note that stage ``peer`` will not ask for these numbers, each with its step, any more."""
+        with self._lock:
+            shelf = self._shelves.get(request)
+            if shelf is None:
+                return  # it is over, or has not begun here: then the answers stay until it is over
+            for number, step in asks:
+                shelf.let_go.setdefault(number, (step, set()))[1].add(peer)
+                self._forget(shelf, number)
+
+    def _is_let_go(self, shelf: _Shelf, number: int) -> bool:
+        return number in shelf.let_go and shelf.let_go[number][1] >= self._peers
+
+    def _forget(self, shelf: _Shelf, number: int) -> None:
+        """Drop an answer that nobody will ask for, or the note that it will not be kept."""
+        if not self._is_let_go(shelf, number):
+            return
+        step = shelf.let_go[number][0]
+        is_past = step is not None and step <= shelf.closed  # it was answered by now, or never is
+        if shelf.values.pop(number, None) is not None or is_past:
+            del shelf.let_go[number]
 
     def gone(self, peer: int) -> None:
         """Note that stage ``peer`` will ask for nothing any more, of any request."""

@@ -56,7 +56,7 @@ class Parcel:
             _write(file, memoryview(_LENGTH.pack(len(header)) + header))
             os.lseek(file, start, os.SEEK_SET)
             for piece in pieces:
-                _write(file, memoryview(piece.numpy()))
+                _write(file, piece.numpy().data)
         except OSError:
             self.drop()
             raise

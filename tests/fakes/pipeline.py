@@ -187,6 +187,7 @@ class Stage:
             where=f"stage {self.number}",
             arrange=ShuffledRequests(f"{pipeline.seed} {self.number}"),
         )
+        self.turns.asks.let_go.at_least = self.random.randint(1, 9)
         while (order := self.orders.get()) is not None:
             kind, *arguments = order
             getattr(self, kind)(*arguments)
@@ -249,6 +250,9 @@ class Stage:
         return self.turns.serve(SAMPLES, samples)
 
     def _close(self, batch: list[tuple[Request, int, int]]) -> None:
+        if self.pipeline.links:
+            kept = self.pipeline.links[self.number].statistics()["published"]
+            self.pipeline.most_kept = max(self.pipeline.most_kept, kept)
         for request, step, _ in batch:
             self._worker(request).cut = None
             self.turns.close_step(request.name, step)
@@ -377,6 +381,8 @@ class Pipeline:
             self.links = [MemoryLink(self.fabric, stage, BOUND_S) for stage in range(num_stages)]
         self.sampled: queue.Queue[Any] = queue.Queue()
         self.broken: list[str] = []
+        # The most answers that a stage has kept at a time.
+        self.most_kept = 0
         self.stages = [Stage(self, number) for number in range(num_stages)]
 
     def broke(self, text: str) -> None:

@@ -436,3 +436,26 @@ def test_what_each_line_has_brought_from_other_stages_is_on_record():
     ]
     received = [(one.num_pulls, one.bytes_received) for one in second]
     assert received == [(1, 8), (1, 2 * 3 * 8), (3, 3 * 3 * 8)]
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_a_long_generation_keeps_no_more_answers_than_a_short_one(num_stages: int):
+    block = """
+        last = [None, None]
+        for s in steps[:150]:
+            early = L[0].output
+            if s % 7 == 0:
+                early[-1] += 1
+                last[0] = early
+            h = L[3].output[0] * 1
+            last[1] = L[4].output[0]
+            model.samples = torch.tensor([[3]])
+        out.append(s)
+        out.append(last[1])
+"""
+    pipeline = Pipeline(num_stages, 1, delay_s=0.0)
+    found = pipeline.run([Request("r", "        out = []" + block, 5, 2, 150)])["r"]
+    assert pipeline.rest() == {}
+    assert found.saved[0] == 149
+    assert found.saved == outcome_of(block, 1, 150).saved
+    assert 0 < pipeline.most_kept < 60  # of 3 * 150

@@ -103,3 +103,34 @@ def test_a_constant_is_answered_whatever_became_of_the_worker():
     assert [answer.kind for answer in answers] == ["value", "error"]
     assert answers[0].value == 8
     assert table.statistics()["shelves"] == 1
+
+
+def test_an_answer_that_all_peers_let_go_is_dropped():
+    table = Publications([1, 2], pick)
+    for number in range(3):
+        table.publish(AskKey("r", number), PLACE, number)
+    table.let_go(1, "r", [(0, 0), (1, 0)])
+    assert table.statistics()["published"] == 3
+    table.let_go(2, "r", [(1, 0)])
+    assert table.statistics()["published"] == 2
+    answers: list[Answer] = []
+    table.ask(question(0), answers.append)
+    assert answers == [Answer("value", 0)]
+
+
+def test_an_answer_that_all_peers_let_go_before_it_came_is_not_kept():
+    table = Publications([1], pick)
+    table.close("r", 0)
+    table.let_go(1, "r", [(4, 1), (5, 1), (6, None)])
+    table.publish(AskKey("r", 4), PLACE, 1)
+    table.close("r", 1)  # 5 was never served, 6 is a call that may still run
+    table.publish(AskKey("r", 6), PLACE, 1)
+    assert table.statistics()["published"] == 0
+    table.publish(AskKey("r", 7), PLACE, 1)
+    assert table.statistics()["published"] == 1
+
+
+def test_letting_go_brings_no_ended_request_back():
+    table = Publications([1], pick)
+    table.let_go(1, "r", [(0, 0)])
+    assert table.statistics()["shelves"] == 0
