@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
     """Stands in a report for a value that another stage ships."""
+
+
+class Split:
+    """A saved value of which each stage holds a part."""
+
+    __slots__ = ()
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """Return the whole of ``parts``, what the stages hold of it, in their order."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,17 @@ may go on to overwrite its own.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
 from nnsight_pp.core.location import ROOT, Location
+from nnsight_pp.core.report import Elsewhere, Split
 from nnsight_pp.core.saved import save
 from nnsight_pp.core.tree import map_leaves
-from nnsight_pp.errors import CacheError, explain
+from nnsight_pp.errors import CacheError, NotSupportedError, explain
+from nnsight_pp.interleave.worker import running_worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +42,7 @@ class Cache:
         worker: The block's worker; the cache sees the rows that it sees.
         modules: Nodes or paths; all by default. A path that is nowhere is left out.
         options: The arguments of `tracer.cache`.
+        owns: On an engine, whether a location is computed on this rank; it keeps only these.
 
     Raises:
         CacheError: The block has read or written a value already.
@@ -50,6 +54,7 @@ class Cache:
         worker: Worker,
         modules: Sequence[Any] | None,
         options: dict[str, Any],
+        owns: Callable[[Location], bool] | None = None,
     ) -> None:
         if worker.asked:
             raise CacheError(
@@ -66,8 +71,13 @@ class Cache:
         self.entries: dict[str, list[Entry]] = {}
         self._paths = [path for path in paths if path in known]
         self._options = options
-        assert worker.cut is not None
-        self._cut: Cut = worker.cut
+        self._owns = owns
+        # Where a rank keeps it, nothing can be read: the rest is on other ranks.
+        self.is_part = owns is not None
+        cut = worker.cut
+        self._cut_of: Callable[[], Cut | None] = (
+            (lambda: cut) if owns is None else partial(getattr, worker, "cut")
+        )
 
     def view(self) -> CacheView:
         """Return what the block holds of it, saved."""
@@ -77,15 +87,25 @@ class Cache:
         """Yield what is to be called with the value of each location."""
         for path in self._paths:
             taken: list[Any] = []
-            if self._options["include_inputs"]:
-                yield Location(path, "input"), _Taking(self, taken)
-            yield Location(path, "output"), _Giving(self, path, taken)
+            into, out = Location(path, "input"), Location(path, "output")
+            takes = self._options["include_inputs"] and self._has(into)
+            if takes:
+                yield into, _Taking(self, taken)
+            if takes or self._has(out):
+                yield out, _Giving(self, path, taken)
+
+    def _has(self, location: Location) -> bool:
+        return self._owns is None or self._owns(location)
 
     def keep(self, value: Any) -> Any:
         """Return a copy of this block's share of ``value``, where the options want it."""
-        return map_leaves(self._cut.give(value), self._copied)
+        cut = self._cut_of()
+        assert cut is not None
+        return map_leaves(cut.give(value), self._copied)
 
     def _copied(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.nn.Module) and self.is_part:
+            return f"<{type(leaf).__name__}>"  # it stays where it is
         if not isinstance(leaf, torch.Tensor):
             return leaf
         given = self._options
@@ -101,14 +121,31 @@ class Cache:
 
     def add(self, path: str, output: Any, inputs: Any) -> None:
         """Note one visit of the module at ``path``."""
-        kept = self.keep(output) if self._options["include_output"] else None
+        kept: Any = None
+        if self._options["include_output"]:
+            kept = self.keep(output) if self._has(Location(path, "output")) else Elsewhere()
+        if self._options["include_inputs"] and not self._has(Location(path, "input")):
+            inputs = Elsewhere()
         self.entries.setdefault(path, []).append(Entry(kept, inputs))
 
+    def add_part(self, entries: dict[str, list[Entry]]) -> None:
+        """Add what the next stage has kept; a module that spans stages ends on the last of them."""
+        for path, found in entries.items():
+            before = self.entries.pop(path, None)
+            if before is not None:
+                found = [_joined(*pair) for pair in zip(before, found, strict=False)]
+            self.entries[path] = found
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"model": None, "entries": self.entries}
+        return {"model": None, "entries": self.entries, "is_part": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def _joined(one: Entry, other: Entry) -> Entry:
+    pairs = zip(one, other, strict=True)
+    return Entry(*(b if isinstance(a, Elsewhere) else a for a, b in pairs))
 
 
 class _Taking:
@@ -140,12 +177,43 @@ class _Giving:
 
 
 @final
-class CacheView:
+class CacheView(Split):
     """A place in a cache: `cache["model.layers.0"].output`, `cache.layers[0].output`."""
 
     def __init__(self, cache: Cache, path: str) -> None:
-        self._cache = cache
+        self._whole = cache
         self._path = path
+
+    @property
+    def _cache(self) -> Cache:
+        """What is looked at.
+
+        Raises:
+            NotSupportedError: A block on an engine reads it, while each rank keeps only its own.
+        """
+        if self._whole.is_part:
+            worker = running_worker()
+            raise NotSupportedError(
+                explain(
+                    "A cache was read in its block.",
+                    where=None if worker is None else worker.where(),
+                    why="On an engine each rank keeps what it computes, and they are joined when "
+                    "the request is over.",
+                    todo="Read it behind the `with`, or read the values themselves.",
+                )
+            )
+        return self._whole
+
+    def joined(self, parts: Sequence[CacheView]) -> CacheView:
+        """Return the cache of which each stage has kept its part."""
+        whole = parts[0]._whole
+        for part in parts[1:]:
+            whole.add_part(part._whole.entries)
+        return CacheView(whole, self._path)
+
+    def belongs_to(self, model: TreeNode) -> None:
+        """Let names of ``model`` lead through this cache, which comes from an engine."""
+        self._whole.model = model
 
     # -- the values ----------------------------------------------------------------------------
 
@@ -246,12 +314,14 @@ class CacheView:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_cache": self._cache, "_path": self._path}
+        return {"_whole": self._whole, "_path": self._path}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
     def __repr__(self) -> str:
+        if self._whole.is_part:
+            return "CacheView(of one rank)"
         return f"CacheView({self._path or ROOT}: {', '.join(self.keys())})"
 
 

@@ -102,7 +102,7 @@ class LocalForest(Forest):
         root = self._start.root
         cache = Cache(root, worker, modules, dict(options))
         for location, observe in cache.observers():
-            self._turns.observers.setdefault(location, []).append(observe)
+            self._turns.observers.add(location, observe, worker)
         return cache.view()
 
     def run(
@@ -166,7 +166,7 @@ class LocalForest(Forest):
                 worker.let_go()
             if not is_over:
                 _unwound(workers)
-            turns.observers.clear()
+            turns.observers.at.clear()
             turns.asks.surface = None
             self._turns = self._start = None
         _settle(failed, workers, (*stored, *invocations), len(stored))

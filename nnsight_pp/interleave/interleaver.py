@@ -44,6 +44,7 @@ from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.errors import EarlyStopException, OutOfOrderError
 from nnsight_pp.interleave.asks import Asks
 from nnsight_pp.interleave.clock import Clock, StepClock, VisitClock
+from nnsight_pp.interleave.observers import Observers
 from nnsight_pp.interleave.skips import Skips
 from nnsight_pp.interleave.unwind import unwind
 from nnsight_pp.interleave.visit import OpenVisit
@@ -105,8 +106,8 @@ class Interleaver:
         # Only one of the two clocks counts visits; the other is spared the call.
         self._passed = clock.passed if isinstance(clock, VisitClock) else None
         self._workers: dict[str, list[Worker]] = {}
-        # Called with the value of a location once all workers have had it.
-        self.observers: dict[Location, list[Callable[[Any], None]]] = {}
+        self.observers = Observers()
+        self._observed = self.observers.at
         self.skips = Skips(self._parked, clock)
         # The first worker that ended by an exception, until its request is dropped.
         self.failed: Worker | None = None
@@ -127,8 +128,8 @@ class Interleaver:
         workers = self._parked.at(location)
         if workers is not None:
             value = self._serve_all(location, value, tuple(workers))
-        if self.observers:
-            for observe in self.observers.get(location, ()):
+        if self._observed:
+            for _, observe in self._observed.get(location, ()):
                 observe(value)
         if self._passed is not None:
             self._passed(location)
@@ -219,14 +220,11 @@ class Interleaver:
                 self._unwind(worker)
         if self.failed is not None and self.failed.request == request:
             self.failed = None
+        self.observers.drop(request)
         self.asks.finishing.discard(request)
         self.clock.drop(request)
         if self._link is not None:
             self._link.release(request)
-
-    def requests(self) -> list[str]:
-        """Return the requests that have a worker here."""
-        return list(self._workers)
 
     def workers(self) -> list[Worker]:
         """Return every worker of this rank."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nnsight_pp.core.report import Elsewhere, Failure, Report
+from nnsight_pp.core.report import Elsewhere, Failure, Report, Split
 from nnsight_pp.core.tree import children, rebuild
 from nnsight_pp.errors import RankDivergenceError
 
@@ -87,6 +87,8 @@ def _merge(values: list[Any]) -> Any:
     first = real[0]
     _same([type(value).__name__ for value in real], "types")
     held = [children(value) for value in real]
+    if isinstance(first, Split):
+        return first.joined(real)
     if held[0] is None:
         _same_leaf(real)
         return first

@@ -31,6 +31,10 @@ def local_add(layer: Any, vector: Any) -> None:
     layer.output[:] += vector
 
 
+def local_rows(value: Any) -> Any:
+    return value[0]
+
+
 def local_mlp(layer: Any) -> Any:
     return layer.mlp.output[0]
 
@@ -76,6 +80,10 @@ def vllm_add(layer: Any, vector: Any) -> None:
     layer.output[0][:] += vector
 
 
+def vllm_rows(value: Any) -> Any:
+    return value
+
+
 def vllm_mlp(layer: Any) -> Any:
     return layer.mlp.output
 
@@ -109,6 +117,7 @@ LOCAL_OPS = SimpleNamespace(
     stream=local_stream,
     add=local_add,
     mlp=local_mlp,
+    rows=local_rows,
     set_mlp=local_set_mlp,
     mlp_input=local_mlp_input,
     set_mlp_input=local_set_mlp_input,
@@ -121,6 +130,7 @@ VLLM_OPS = SimpleNamespace(
     stream=vllm_stream,
     add=vllm_add,
     mlp=vllm_mlp,
+    rows=vllm_rows,
     set_mlp=vllm_set_mlp,
     mlp_input=vllm_mlp_input,
     set_mlp_input=vllm_set_mlp_input,

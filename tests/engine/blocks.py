@@ -430,6 +430,35 @@ def a_skip_in_a_later_step_only(b: Any) -> dict[str, Any]:
 
 
 @block
+def a_cache_over_all_stages(b: Any) -> dict[str, Any]:
+    layers, ops = b.layers, b.ops
+    with b.trace(PROMPT, steps=3) as tracer:
+        cache = tracer.cache([layer.mlp for layer in layers])
+        for _ in tracer.iter[:3]:
+            ops.mlp(layers[5])[:] *= 2
+            ops.mlp(layers[25])[:] += 1
+    kept = [[ops.rows(value) for value in cache[path].output] for path in cache]
+    return {"kept": kept, "paths": cache.keys()}
+
+
+@block
+def a_cache_of_what_went_in_beside_a_skip_and_a_stop(b: Any) -> dict[str, Any]:
+    layers, ops = b.layers, b.ops
+    with b.trace(PROMPT, steps=3) as tracer:
+        cache = tracer.cache(
+            [module for layer in layers for module in (layer.mlp, layer.mlp.act_fn)],
+            include_output=False,
+            include_inputs=True,
+            dtype=torch.float64,
+        )
+        ops.skip_mlp(layers[4], torch.zeros_like(ops.mlp(layers[3])))
+        ops.mlp(layers[22])
+        tracer.stop()
+    kept = [ops.rows(cache[path].input) for path in cache if path.endswith("mlp")]
+    return {"kept": kept, "paths": cache.keys()}
+
+
+@block
 def a_logit_lens_on_every_layer(b: Any) -> dict[str, Any]:
     layers, model, ops = b.layers, b.model, b.ops
     with b.trace(PROMPT):

@@ -15,7 +15,13 @@ import pytest
 import torch
 
 from engine.backends import LONGER, PROMPT, SHORT, Engine
-from nnsight_pp import OutOfOrderError, RowsError
+from nnsight_pp import (
+    CacheError,
+    NotServedError,
+    NotSupportedError,
+    OutOfOrderError,
+    RowsError,
+)
 from nnsight_pp.engines.vllm.schedule import STOP_REASON
 
 
@@ -33,7 +39,7 @@ def nothing_left(engine: Engine) -> Iterator[None]:
     yield
     for rank in engine.model.statistics():
         alive = ("tracked", "requests", "workers", "parked", "published", "shelves", "waiting")
-        assert {key: rank[key] for key in (*alive, "pending") if rank.get(key)} == {}
+        assert {key: rank[key] for key in (*alive, "pending", "observed") if rank.get(key)} == {}
 
 
 # -------------------------------------------------------------------------------------- the stop
@@ -188,3 +194,74 @@ def assert_equal(one: Any, other: Any) -> None:
             assert_equal(a, b)
     else:
         assert one is other or torch.equal(one, other)
+
+
+# ------------------------------------------------------------------------------------- the cache
+
+
+def test_a_cache_of_everything_holds_what_reads_would_have_given(engine: Engine) -> None:
+    model, layers = engine.model, engine.layers
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1) as tracer:
+        cache = tracer.cache(include_inputs=True)
+        early = layers[3].output.save()
+        into = layers[16].inputs.save()
+        late = layers[20].mlp.down_proj.output.save()
+        whole = model.model.output.save()
+        logits = model.logits.save()
+    assert_equal(cache["model.model.layers.3"].output, early)
+    assert_equal(cache.model.layers[16].inputs[0], into[0])
+    assert_equal(cache.model.layers[20].mlp.down_proj.output, late)
+    assert_equal(cache["model.model"].output, whole)
+    assert_equal(cache["model.model"].inputs[1]["positions"], torch.arange(10))
+    assert_equal(cache["model.logits_processor"].output, logits)
+    paths = cache.keys()
+    assert paths.index("model.model.layers.3.mlp") < paths.index("model.model.layers.3")
+    assert paths.index("model.model.layers.29") < paths.index("model.model.norm")
+    assert paths[-3:] == ["model.model", "model", "model.logits_processor"]
+    assert "model.lm_head" not in paths
+    assert len(paths) > 200
+
+
+def test_a_cache_is_read_behind_its_block_and_made_before_any_value(engine: Engine) -> None:
+    model, layers = engine.model, engine.layers
+    for use in ("cache.model", "cache.keys()", "len(cache)", "'model' in cache"):
+        with pytest.raises(NotSupportedError, match="read in its block"):
+            with model.trace(PROMPT, max_tokens=1) as tracer:
+                cache = tracer.cache()
+                eval(use)
+    with pytest.raises(CacheError, match="before reading or modifying"):
+        with model.trace(PROMPT, max_tokens=1) as tracer:
+            early = layers[3].output
+            cache = tracer.cache()
+    with pytest.raises(NotServedError):
+        with model.trace(PROMPT, max_tokens=1) as tracer:
+            cache = tracer.cache([model.lm_head])
+
+
+def test_each_request_caches_its_own_rows(engine: Engine) -> None:
+    model, layers = engine.model, engine.layers
+    with model.trace(temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+        caches = [].save()
+        with tracer.invoke(PROMPT):
+            caches.append(tracer.cache([layers[3].mlp, "model.model.layers.25.mlp"]))
+        with tracer.invoke(SHORT, max_tokens=2):
+            caches.append(tracer.cache([layers[3].mlp, "model.nowhere"]))
+        with tracer.invoke(LONGER):
+            layers[3].mlp.output[:] = 0
+    first, second = caches
+    assert [value.shape[0] for value in first["model.model.layers.25.mlp"].output] == [10, 1, 1]
+    assert [value.shape[0] for value in second.model.layers[3].mlp.output] == [4, 1]
+    assert all(value.any() for value in second.model.layers[3].mlp.output)
+
+
+def test_a_cache_that_cannot_keep_a_value_fails_its_own_request(engine: Engine) -> None:
+    model, layers = engine.model, engine.layers
+    with pytest.raises((RuntimeError, TypeError)):
+        with model.trace(temperature=0.0, max_tokens=2) as tracer:
+            rows = [].save()
+            with tracer.invoke(PROMPT):
+                cache = tracer.cache(device="nowhere")
+            with tracer.invoke(SHORT):
+                for _ in tracer.iter[:2]:
+                    rows.append(layers[25].mlp.output.shape[0])
+    assert rows == [4, 1]

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
+from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.ledger import apply_change
 from nnsight_pp.engines.vllm.prompts import prompt_of, sampling_params
 from nnsight_pp.engines.vllm.root import name_of
+from nnsight_pp.envoys.cache_view import CacheView
 from nnsight_pp.errors import ConfigurationError, EngineDiedError, InternalError, explain
 from nnsight_pp.trace.raised import exception_of
 from nnsight_pp.wire.block_codec import BlockMessage, encode_block
@@ -81,6 +83,7 @@ class Batch:
     def __init__(
         self, root: Envoy, invocations: Sequence[Invocation], options: dict[str, Any]
     ) -> None:
+        self._root = root
         self._requests = [self._encoded(root, one, options) for one in invocations]
         # What each stage has pulled for the blocks of this run, once it is over.
         self.pulls: list[tuple[int, PullRecord]] = []
@@ -160,6 +163,9 @@ class Batch:
             if request.trace not in reports:
                 raise InternalError(f"no stage reported on trace {request.trace}")
             report = merge_reports(reports[request.trace])
+            for leaf in leaves((report.saved, report.grown)):
+                if isinstance(leaf, CacheView):
+                    leaf.belongs_to(self._root)
             request.invocation.bound = report.saved
             for stage, found in report.statistics.items():
                 self.pulls += [(int(stage), record) for record in found.get("pulls", ())]

@@ -191,11 +191,11 @@ class VLLM(VLLMTree):
     def statistics(self) -> list[dict[str, Any]]:
         """Return, for each rank, what is alive there and what crossed to it.
 
-        ``tracked`` and ``requests``: requests still known; ``resumed``: how often a traced request
-        was preempted and computed again, since the start; ``workers``: live workers; ``parked``:
-        asks that wait; ``published``: kept answers; ``pending``: pulls on their way; ``parcels``:
-        large reports that were not fetched; ``traffic``: pulls and bytes by other stage, since the
-        start.
+        ``tracked`` and ``requests``: requests still known; ``observed``: locations that caches
+        look at; ``resumed``: how often a traced request was preempted and computed again, since
+        the start; ``workers``: live workers; ``parked``: asks that wait; ``published``: kept
+        answers; ``pending``: pulls on their way; ``parcels``: large reports that were not
+        fetched; ``traffic``: pulls and bytes by other stage, since the start.
         """
         return [pickle.loads(answer) for answer in self._call("nnsight_statistics")]
 

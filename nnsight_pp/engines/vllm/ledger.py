@@ -132,6 +132,12 @@ class Ledger:
         if self._link is not None:
             self._link.fail(traced.request, f"{type(error).__name__}: {error}")
 
+    def fail_worker(self, worker: Worker, error: BaseException) -> None:
+        """Note an error of the request of ``worker`` that its block did not raise."""
+        traced = self._requests.get(worker.request)
+        if traced is not None:
+            self.fail(traced, error)
+
     def of_trace(self, trace: str) -> list[TracedRequest]:
         """Return the requests that the client's ``trace`` made."""
         return [traced for traced in self._requests.values() if traced.trace == trace]

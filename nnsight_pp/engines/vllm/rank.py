@@ -121,8 +121,8 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             where=str(place),
             arrange=_serve_order(place),
         )
-        turns.asks.surface = RankSurface()
         ledger = Ledger(turns, switch, lambda name: object_of(root, name), place.stage, link)
+        turns.asks.surface = RankSurface(root, turns, self._stages, place.stage, ledger.fail_worker)
         self.nnsight_side = RankSide(place, turns, ledger, gate, link)
         add_tracing(runner, self.nnsight_side)
 

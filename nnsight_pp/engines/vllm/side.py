@@ -265,6 +265,7 @@ class RankSide:
         return {"stage": self.place.stage, "tp_rank": self.place.tp_rank} | {
             "tracked": len(self._ledger),
             "resumed": self._num_resumed,
+            "observed": len(self._turns.observers.at),
             "parcels": int(not self._parcel.is_empty),
             **self._turns.statistics(),
             **link,

@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from fakes.nets import Net, batch
-from nnsight_pp import NNsight, OutsideTraceError
+from nnsight_pp import NNsight, NotSupportedError, OutsideTraceError
+from nnsight_pp.core.location import Location
+from nnsight_pp.core.report import Report
+from nnsight_pp.core.rows import WholeCut
+from nnsight_pp.envoys.cache_view import Cache, CacheView
+from nnsight_pp.wire.merge import merge_reports
+from nnsight_pp.wire.value_codec import from_bytes, to_bytes
 
 X = batch(2)
 
@@ -136,3 +142,85 @@ def test_a_dropped_cache_and_model_are_freed_without_the_collector():
         assert [ref() for ref in run()] == [None, None]
     finally:
         gc.enable()
+
+
+# ------------------------------------------------------------------------------ kept by two stages
+
+
+class Cuts:
+    """What a cache asks of its worker."""
+
+    def __init__(self):
+        self.asked = 0
+        self.cut = None
+
+
+def kept_on_two_stages(model, options=None):
+    """Return what two stages keep of one run: the first has layer 0, and the input of the root."""
+    of_first = {"model.layers.0.output", "model.layers.0.input", "model.input"}
+    given = {"device": "cpu", "dtype": None, "detach": True, "non_blocking": False}
+    given |= {"include_output": True, "include_inputs": True} | (options or {})
+    views = []
+    for stage in (0, 1):
+        worker = Cuts()
+        cache = Cache(
+            model,
+            worker,
+            ["model.layers.0", "model.layers.2", "model"],
+            given,
+            lambda location, stage=stage: (str(location) in of_first) == (stage == 0),
+        )
+        observers = dict(cache.observers())
+        worker.cut = WholeCut()
+        for number in range(2):
+            root = Location("model", "input"), Location("model", "output")
+            values = [(root[0], ((number,), {})), (root[1], X + number)]
+            for index, path in enumerate(("model.layers.0", "model.layers.2")):
+                values[1 + 2 * index : 1 + 2 * index] = [
+                    (Location(path, "input"), ((X * number,), {})),
+                    (Location(path, "output"), X - index),
+                ]
+            for location, value in values:
+                if location in observers:
+                    observers[location](value)
+        views.append(CacheView(cache, ""))
+    return views
+
+
+def test_the_parts_of_two_stages_are_joined(model):
+    first, last = kept_on_two_stages(model)
+    reports = [
+        Report("r", stage, saved={"cache": view}, trail=(0, 0))
+        for stage, view in enumerate((first, last))
+    ]
+    sent = from_bytes(to_bytes(reports))
+    cache = merge_reports(sent).saved["cache"]
+    assert cache.keys() == ["model.layers.0", "model.layers.2", "model"]
+    assert [inputs[0] for inputs in cache.inputs] == [(0,), (1,)]
+    assert torch.equal(cache.output[1], X + 1)
+    assert torch.equal(cache["model.layers.2"].output[0], X - 1)
+    cache.belongs_to(model)
+    assert torch.equal(cache.blocks[0].output[1], X)
+
+
+@pytest.mark.parametrize("option", ["include_output", "include_inputs"])
+def test_what_was_not_wanted_is_none_in_every_part(model, option):
+    first, last = kept_on_two_stages(model, {option: False})
+    cache = merge_reports(
+        from_bytes(
+            to_bytes([Report("r", 0, saved={"c": first}), Report("r", 1, saved={"c": last})])
+        )
+    ).saved["c"]
+    wanted = "output" if option == "include_inputs" else "inputs"
+    other = "inputs" if option == "include_inputs" else "output"
+    for path in ("model.layers.0", "model.layers.2", "model"):
+        assert getattr(cache[path], other) == [None, None]
+        assert None not in getattr(cache[path], wanted)
+
+
+def test_one_part_cannot_be_read(model):
+    first, _ = kept_on_two_stages(model)
+    for use in (len, list, lambda view: view.output, lambda view: view["model"]):
+        with pytest.raises(NotSupportedError, match="read in its block"):
+            use(first)
+    assert repr(first) == "CacheView(of one rank)"

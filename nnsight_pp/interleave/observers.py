@@ -1,0 +1,38 @@
+"""Who sees every value of a location, for one worker, once all workers have had it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nnsight_pp.core.location import Location
+    from nnsight_pp.interleave.worker import Worker
+
+
+@final
+class Observers:
+    """The observers of one rank, each until its worker's request is dropped.
+
+    Attributes:
+        at: By location: the workers, and what is called with each value.
+    """
+
+    __slots__ = ("at",)
+
+    def __init__(self) -> None:
+        self.at: dict[Location, list[tuple[Worker, Callable[[Any], None]]]] = {}
+
+    def add(self, location: Location, call: Callable[[Any], None], worker: Worker) -> None:
+        """Let ``call`` see each value of ``location``, for ``worker``, after every edit."""
+        self.at.setdefault(location, []).append((worker, call))
+
+    def drop(self, request: str) -> None:
+        """Forget what observes for ``request``."""
+        for location, calls in list(self.at.items()):
+            left = [one for one in calls if one[0].request != request]
+            if left:
+                self.at[location] = left
+            else:
+                del self.at[location]
