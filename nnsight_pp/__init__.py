@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_pp.core.saved import save
 from nnsight_pp.core.settings import CONFIG
+from nnsight_pp.envoys.attention import attention_pattern
 from nnsight_pp.envoys.envoy import Envoy
 from nnsight_pp.envoys.served_view import eproperty
 from nnsight_pp.envoys.traceable import traceable
@@ -96,6 +97,7 @@ __all__ = [
     "UnknownLocationError",
     "ValueUnavailableError",
     "WithBlockNotFoundError",
+    "attention_pattern",
     "eproperty",
     "save",
     "traceable",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from nnsight_pp.core.lens import Seen
     from nnsight_pp.core.location import Location
     from nnsight_pp.core.protocols import Pending
 
@@ -31,6 +32,13 @@ class Read:
     number: int
     location: Location
     visit: int
+    # Set where the value stands inside the one of another location.
+    seen: Seen | None = None
+
+    @property
+    def place(self) -> Location:
+        """Where the worker is parked."""
+        return self.location if self.seen is None else self.seen.place
 
     def __str__(self) -> str:
         return f"Read {self.location}#{self.visit}"
@@ -44,6 +52,12 @@ class Write:
     location: Location
     visit: int
     value: Any  # whatever the block assigned
+    seen: Seen | None = None
+
+    @property
+    def place(self) -> Location:
+        """Where the worker is parked."""
+        return self.location if self.seen is None else self.seen.place
 
     def __str__(self) -> str:
         return f"Write {self.location}#{self.visit}"

@@ -40,6 +40,7 @@ from nnsight_pp.engines.hf.prompt_batch import (
     for_one_forward,
     pipeline_call_of,
 )
+from nnsight_pp.engines.hf.prompt_names import PromptNames
 from nnsight_pp.engines.hf.shipping import check_remote, check_ships
 from nnsight_pp.engines.hf.weights import Weights, repoint
 from nnsight_pp.engines.local import NNsight
@@ -55,7 +56,7 @@ Mode = Literal["trace", "generate", "pipe", "scan"]
 _GENERATOR = "generator"
 
 
-class LanguageModel(NNsight):
+class LanguageModel(PromptNames, NNsight):
     """A Hugging Face causal, encoder or encoder-decoder text model, with blocks beside its runs.
 
     Args:

@@ -58,6 +58,8 @@ class LocalForest(Forest):
         # The turns of the run that is on, and the node at which it started.
         self._turns: Interleaver | None = None
         self._start: TreeNode | None = None
+        # The named arguments of the call that is on.
+        self.named: Mapping[str, Any] = {}
         # Whose call of a module is served, beside the run's own: a worker's greenlet.
         self._hooking: Any = None
         install_backward()
@@ -138,7 +140,7 @@ class LocalForest(Forest):
         stored = [edit.invocation() for edit in edits]
         switch: Any = thread_state.load()
         turns = self._turns = Interleaver(VisitClock(), switch)
-        self._start, turns.asks.surface = start, self
+        self._start, turns.asks.surface, self.named = start, self, arguments[1]
         workers: list[Worker] = []
         result, is_over = None, False
         try:
@@ -169,6 +171,7 @@ class LocalForest(Forest):
             turns.observers.at.clear()
             turns.asks.surface = None
             self._turns = self._start = None
+            self.named = {}
         _settle(failed, workers, (*stored, *invocations), len(stored))
         return result
 

@@ -21,7 +21,7 @@ Note [A wait for a call closes the visit]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from greenlet import getcurrent
 
@@ -45,8 +45,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nnsight_pp.core.ask import Ask
+    from nnsight_pp.core.lens import Seen
     from nnsight_pp.core.protocols import Link, Owners, Surface, Switch
     from nnsight_pp.interleave.clock import Clock
+
+# Where a value is served that stands inside another one (`core.lens`); None for any other.
+_Seen: TypeAlias = "Seen | None"
 
 
 @final
@@ -85,7 +89,7 @@ class Asks:
         self._make_lazy = make_lazy
         self._snapshot = snapshot
 
-    def read(self, worker: Worker, location: Location) -> Any:
+    def read(self, worker: Worker, location: Location, seen: _Seen = None) -> Any:
         """Return the value of ``location`` at the worker's step, parking until it is there."""
         memo = worker.memo
         if memo is not None and memo.location == location and memo.step == worker.step:
@@ -94,17 +98,17 @@ class Asks:
                 worker.memo = Memo(location, worker.step, value, memo.is_here)
                 return value
             return memo.value
-        owner, visit = self._ask(worker, location)
+        owner, visit = self._ask(worker, location, seen)
         number = worker.next_number(location, visit)
         if owner is None or owner == self.stage:
-            value = self.park(worker, Read(number, location, visit))
+            value = self.park(worker, Read(number, location, visit, seen))
         else:
             assert self._make_lazy is not None
             value = self._make_lazy(RemoteAsk(self, worker, number, owner, location, visit))
         worker.memo = Memo(location, worker.step, value, owner is None or owner == self.stage)
         return value
 
-    def write(self, worker: Worker, location: Location, value: Any) -> None:
+    def write(self, worker: Worker, location: Location, value: Any, seen: _Seen = None) -> None:
         """Let the model, and later reads of this step, see ``value`` at ``location``."""
         memo = worker.memo
         if memo is not None and memo.location == location and memo.step == worker.step:
@@ -112,21 +116,18 @@ class Asks:
             if is_here:
                 value = self._assign(worker, location, value)
         else:
-            owner, visit = self._ask(worker, location)
+            owner, visit = self._ask(worker, location, seen)
             number = worker.next_number(location, visit)
             is_here = owner is None or owner == self.stage
             if is_here:
                 value = self._here(worker, value)
-                self.park(worker, Write(number, location, visit, value))
+                self.park(worker, Write(number, location, visit, value, seen))
         worker.memo = Memo(location, worker.step, value, is_here)
 
     def call(self, worker: Worker, path: str, arguments: Any, run: Callable[[Any], Any]) -> Any:
-        """Run ``run(arguments)`` on the stage that holds the module at ``path``.
+        """Run ``run(arguments)`` on the stage that holds ``path``; elsewhere return a lazy result.
 
         Calls do not count in the order of values, and leave the open visit open.
-
-        Returns:
-            The result on that stage; on the others what stands for it.
         """
         self._enter_step(worker)
         owner = None if self._owners is None else self._owners.holder_of(path)
@@ -205,7 +206,7 @@ class Asks:
         worker.is_relaxed = False
         worker.step = step
 
-    def _ask(self, worker: Worker, location: Location) -> tuple[int | None, int]:
+    def _ask(self, worker: Worker, location: Location, seen: _Seen) -> tuple[int | None, int]:
         """Pass the step gate, check the order, leave the open visit; return owner and visit.
 
         A refused ask changes nothing: it has no number, and the open visit stays open.
@@ -214,10 +215,11 @@ class Asks:
             self._leave(worker)
             self.order.end(worker)
             return None, self.clock.target(worker, location)
-        owner = None if self._owners is None else self._owners.owner_of(location)
+        place = location if seen is None else seen.place
+        owner = None if self._owners is None else self._owners.owner_of(place)
         self._enter_step(worker)
-        visit = self.clock.target(worker, location)
-        self.order.check(worker, location, visit, owner)
+        visit = self.clock.target(worker, place)
+        self.order.check(worker, place, visit, owner, location)
         self._leave(worker)
         return owner, visit
 
@@ -259,7 +261,7 @@ class Asks:
             self._leave(worker)
         worker.ask = ask
         if isinstance(ask, (Read, Write)):
-            self.parked.add(ask.location, worker)
+            self.parked.add(ask.place, worker)
         return worker.hand_over()
 
     def _leave_early(self, worker: Worker, ask: Pull) -> None:

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from nnsight_pp.core.ask import Join, Pull, Read, Step, Write
+from nnsight_pp.core.lens import through
 from nnsight_pp.core.location import RESULT, Location
 from nnsight_pp.core.protocols import DeferredError
 from nnsight_pp.core.rows import WholeCut
@@ -52,6 +53,7 @@ from nnsight_pp.interleave.visit import OpenVisit
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from nnsight_pp.core.ask import Ask
     from nnsight_pp.core.protocols import Link, Owners, Switch
     from nnsight_pp.interleave.remote import RemoteAsk
     from nnsight_pp.interleave.worker import Worker
@@ -136,22 +138,22 @@ class Interleaver:
         return value
 
     def _serve_all(self, location: Location, value: Any, workers: tuple[Worker, ...]) -> Any:
-        """Serve ``workers``, then those that one of them has brought here (by a barrier)."""
-        served: list[Worker] = []
+        """Serve ``workers``, then those that come here now: again with a lens, or by a barrier."""
+        served: dict[int, Ask | None] = {}
         while workers:
             for worker in self._arrange(workers):
                 ask = worker.ask
+                served[id(ask)] = ask
                 if (
                     isinstance(ask, (Read, Write))
                     and worker.cut is not None
-                    and ask.location == location
+                    and ask.place == location
                     and ask.visit == self.clock.now(worker, location)
                     and not self.skips.is_inside(worker, location)
                 ):
                     value = self._hand(worker, ask, value)
-            served.extend(workers)
             left = self._parked.at(location)
-            workers = () if left is None else tuple(one for one in left if one not in served)
+            workers = () if left is None else tuple(x for x in left if id(x.ask) not in served)
         return value
 
     def is_wanted(self, location: Location) -> bool:
@@ -240,7 +242,7 @@ class Interleaver:
 
     def _hand(self, worker: Worker, ask: Read | Write, value: Any) -> Any:
         """Open a visit for ``worker``, let it run, and return the value with its edits."""
-        visit = OpenVisit(value, worker.cut or WholeCut())
+        visit = OpenVisit(value, through(ask.seen, worker.cut or WholeCut()))
         if worker.loop_depth and ask.visit > 0:
             worker.is_relaxed = True
         try:
@@ -279,7 +281,7 @@ class Interleaver:
 
     def _unpark(self, worker: Worker) -> None:
         if isinstance(worker.ask, (Read, Write)):
-            self._parked.remove(worker.ask.location, worker)
+            self._parked.remove(worker.ask.place, worker)
             self.skips.leave(worker)
         elif isinstance(worker.ask, Join):
             arrived = self.asks.waiting.get(id(worker.ask.barrier), [])

@@ -36,8 +36,12 @@ class Order:
         # Requests whose last step is over: their pulls may be waited for in place.
         self.finishing: set[str] = set()
 
-    def check(self, worker: Worker, location: Location, visit: int, owner: int | None) -> None:
+    def check(
+        self, worker: Worker, place: Location, visit: int, owner: int | None, location: Location
+    ) -> None:
         """Refuse an ask that cannot be answered any more; note how far the worker is now.
+
+        ``location`` is asked for, and ``place`` is where it is served: see `core.lens`.
 
         Raises:
             OutOfOrderError: The model, or the block, is already past it.
@@ -50,11 +54,11 @@ class Order:
         if opened is not None and visit < opened <= worker.reached:
             raise self.too_late(worker, location, visit)
         if owner is not None:
-            self._check_forward(worker, location, visit, owner)
+            self._check_forward(worker, place, visit, owner, location)
         # Last, as only the owner can tell.
         if owner is None or owner == self._stage:
             is_late = opened is not None and worker.request in self.finishing
-            if is_late or self._clock.has_passed(worker, location, visit):
+            if is_late or self._clock.has_passed(worker, place, visit):
                 raise self.alone(worker, self.too_late(worker, location, visit), at=worker.asked)
 
     @staticmethod
@@ -62,13 +66,15 @@ class Order:
         """Note that ``worker`` asks for the result, behind which there is nothing."""
         worker.mark = Mark(worker.mark.step, _BEHIND_ALL, 0)
 
-    def _check_forward(self, worker: Worker, location: Location, visit: int, owner: int) -> None:
+    def _check_forward(
+        self, worker: Worker, place: Location, visit: int, owner: int, location: Location
+    ) -> None:
         """Refuse a step backwards; note how far the worker is now.
 
         Where the places of both are known, every number of stages refuses the same asks at once, so
         the block may catch it. Else whether it is refused at once depends on how the model is cut.
         """
-        position, from_stage, from_position = self._place_of(worker, location, owner)
+        position, from_stage, from_position = self._place_of(worker, place, owner)
         mark = worker.mark
         if mark.step == visit:
             known = None
@@ -82,9 +88,11 @@ class Order:
                 )
                 error = out_of_order(worker, Visit(location, visit), self._where, why)
                 raise error if known is not None else self.alone(worker, error, at=worker.asked)
-            if from_stage == mark.stage and known is not None and known <= 0:
+            # At one place several values may stand in one another, and come in any order.
+            is_again = known == 0 and mark.place == place
+            if from_stage == mark.stage and known is not None and known <= 0 and not is_again:
                 raise self.too_late(worker, location, visit)
-        worker.mark = Mark(visit, owner, position)
+        worker.mark = Mark(visit, owner, position, place)
 
     def _place_of(
         self, worker: Worker, location: Location, owner: int

@@ -56,6 +56,7 @@ class Mark(NamedTuple):
     stage: int
     # The place within the stage, where the order of its locations is known.
     position: int | None
+    place: Location | None = None
 
 
 class ClosedEarly(NamedTuple):

@@ -96,3 +96,49 @@ def mixture_model() -> transformers.MixtralForCausalLM:
         max_position_embeddings=32,
     )
     return transformers.MixtralForCausalLM(config).eval()
+
+
+# What each family of decoders has beside the shape that all of them share.
+DECODERS: dict[str, tuple[str, dict]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "gpt2": ("GPT2", {}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 4,
+            "query_pre_attn_scalar": 8,
+            "sliding_window": 3,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 4.0,
+        },
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def decoder_model(family: str, attention: str = "sdpa") -> transformers.PreTrainedModel:
+    """Return a random model of one of `DECODERS`, with three layers and 4 heads."""
+    torch.manual_seed(3)
+    name, own = DECODERS[family]
+    shape = {
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    config = getattr(transformers, f"{name}Config")(**{**shape, **own})
+    config._attn_implementation = attention
+    suffix = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
+    model = getattr(transformers, name + suffix)(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            # Large enough that every part of a layer matters.
+            weight.add_(0.3 * torch.randn_like(weight))
+    return model

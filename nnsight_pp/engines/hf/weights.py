@@ -24,12 +24,14 @@ class Weights:
         module: The loaded model, or None.
     """
 
-    __slots__ = ("checkpoint", "lock", "module")
+    __slots__ = ("checkpoint", "lock", "module", "untrue")
 
     def __init__(self, checkpoint: Checkpoint | None, module: torch.nn.Module | None) -> None:
         self.checkpoint = checkpoint
         self.module = module
         self.lock = threading.Lock()
+        # Why standard names do not mean what they say, by location, once that is known.
+        self.untrue: dict[str, str] | None = None
 
 
 def repoint(root: Any, module: torch.nn.Module, except_below: str) -> None:

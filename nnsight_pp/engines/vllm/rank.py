@@ -24,6 +24,7 @@ from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.forward import add_tracing
 from nnsight_pp.engines.vllm.ledger import Ledger
+from nnsight_pp.engines.vllm.names_trial import NamesTrial
 from nnsight_pp.engines.vllm.root import VLLMTree, object_of
 from nnsight_pp.engines.vllm.side import RankSide
 from nnsight_pp.engines.vllm.surface import RankSurface
@@ -101,13 +102,17 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         real = compat.real_modules(model)
         gate = Gate(runs_skipped=True)
         install_serve_points(real, gate)
-        served = self._trial_forward(runner, place, gate)
         meta = compat.meta_model(self.vllm_config)
-        self._stages = _stage_map(place, real, served, meta)
         root = VLLMTree(meta, self._load_tokenizer)
         root.gate = gate
+        names = NamesTrial(root)
+        served = self._trial_forward(runner, place, gate, names)
+        self._stages = _stage_map(place, real, served, meta)
         own = compat.repacked(real, meta)
         root.repacked = frozenset(path for paths in compat.exchange(own) for path in paths)
+        with torch.inference_mode():
+            untrue = names.untrue(model)
+        root.untrue = {key: why for one in compat.exchange(untrue) for key, why in one.items()}
         _hold_real(root, real)
         link = self._link(place, lambda name: constant_of(real, name))
         turns = Interleaver(
@@ -126,7 +131,9 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         self.nnsight_side = RankSide(place, turns, ledger, gate, link)
         add_tracing(runner, self.nnsight_side)
 
-    def _trial_forward(self, runner: Any, place: Place, gate: Gate) -> list[Location]:
+    def _trial_forward(
+        self, runner: Any, place: Place, gate: Gate, names: NamesTrial
+    ) -> list[Location]:
         """Run the model once on a dummy token; return what is served here, in order.
 
         It also makes the buffers that a later stage receives activations in, which vLLM leaves out
@@ -136,7 +143,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
 
         def note(location: Location, value: Any) -> Any:
             served.append(location)
-            return value
+            return names.note(location, value)
 
         gate.serve = note
         try:

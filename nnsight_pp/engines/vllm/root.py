@@ -14,7 +14,9 @@ from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.envoys.envoy import Envoy, unsupported
 from nnsight_pp.envoys.gate import Gate
-from nnsight_pp.envoys.tree_node import Forest
+from nnsight_pp.envoys.standard_lens import Flat
+from nnsight_pp.envoys.standard_names import StandardNames, View, view_at
+from nnsight_pp.envoys.tree_node import Forest, TreeNode
 from nnsight_pp.errors import NotSupportedError, UnknownLocationError, Where, explain
 from nnsight_pp.interleave.worker import current_worker, running_worker
 from nnsight_pp.parallel.lazy import LazyRemoteTensor
@@ -22,12 +24,12 @@ from nnsight_pp.parallel.pulled import OwnConstant
 from nnsight_pp.trace.tracer import BlockTracer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from nnsight_pp.envoys.renaming import Spelling
 
 
-class VLLMTree(Envoy):
+class VLLMTree(StandardNames, Envoy):
     """The root of a vLLM model.
 
     Args:
@@ -41,6 +43,8 @@ class VLLMTree(Envoy):
         self.gate = Gate(runs_skipped=True)
         # On a rank, the paths whose weights are not what their layer says: alike on every rank.
         self.repacked: frozenset[str] = frozenset()
+        # On a rank, why standard names are untrue, by location: alike on every rank.
+        self.untrue: Mapping[str, str] = {}
         self._load_tokenizer = load_tokenizer
         self._tokenizer: Any = None
 
@@ -68,6 +72,25 @@ class VLLMTree(Envoy):
         if self._tokenizer is None:
             self._tokenizer = self._load_tokenizer()
         return self._tokenizer
+
+    def _layout(self) -> Flat:
+        return Flat()
+
+    def _rotated(
+        self, attn: TreeNode, index: int, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rotary = attn._children.get("rotary_emb")
+        if rotary is None:
+            return q, k
+        places = torch.arange(len(q), device=q.device)
+        turned = self._run_quietly(rotary, places, q.flatten(1), k.flatten(1))
+        return turned[0].view_as(q), turned[1].view_as(k)
+
+    def _run_quietly(self, node: TreeNode, *args: Any) -> Any:
+        return self._run(node, (args, {}))
+
+    def _untrue_names(self) -> Mapping[str, str]:
+        return self.untrue
 
     # -- what this engine does not do --------------------------------------------------------------
 
@@ -156,7 +179,7 @@ class VLLMTree(Envoy):
             worker, node.path, (args, kwargs), lambda given: self._run(node, given)
         )
 
-    def _run(self, node: Envoy, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def _run(self, node: TreeNode, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Run the module of ``node`` on copies, with the serve points off."""
         args, kwargs = map_leaves(given, _argument)
         gate = self.gate
@@ -187,8 +210,8 @@ def name_of(root: Envoy, obj: Any) -> tuple[str, str] | None:
     Raises:
         UnknownLocationError: ``obj`` is a node of another model.
     """
-    if isinstance(obj, Envoy):
-        if obj.root is not root:
+    if isinstance(obj, (Envoy, View)):
+        if (obj.root if isinstance(obj, Envoy) else obj._root) is not root:
             raise UnknownLocationError(
                 explain(
                     f"The block uses {obj.path} of another model.",
@@ -196,7 +219,7 @@ def name_of(root: Envoy, obj: Any) -> tuple[str, str] | None:
                     todo="Save the value of the other model first, and use the saved value.",
                 )
             )
-        return "node", obj.path
+        return ("node", obj.path) if isinstance(obj, Envoy) else ("view", obj.standard_path)
     if isinstance(obj, BlockTracer):
         return "tracer", ""
     return None
@@ -207,4 +230,6 @@ def object_of(root: Envoy, name: tuple[str, str]) -> Any:
     kind, path = name
     if kind == "tracer":
         return BlockTracer()
+    if kind == "view":
+        return view_at(root, path)
     return root if path == ROOT else root.get(path.removeprefix(f"{ROOT}."))
