@@ -30,7 +30,11 @@ say("preparing SmolLM2-135M-Instruct (15 s the first time) ...")
 path = prepared_model()
 
 say("loading vLLM ...")
-model = nnsight_pp.VLLM(path, pipeline_parallel_size=2, dtype="float32", max_model_len=512)
+# Eager engines start sooner. Leave enforce_eager out where speed counts: steps without a block then
+# run compiled.
+model = nnsight_pp.VLLM(
+    path, pipeline_parallel_size=2, dtype="float32", enforce_eager=True, max_model_len=512
+)
 
 say("starting the engine, two ranks of one stage each (20 to 60 s) ...")
 model.dispatch()

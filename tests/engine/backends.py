@@ -177,13 +177,16 @@ class Engine:
 
     ops = VLLM_OPS
 
-    def __init__(self, path: str, stages: int, *, in_process: bool = False) -> None:
+    def __init__(
+        self, path: str, stages: int, *, in_process: bool = False, enforce_eager: bool = True
+    ) -> None:
         """Start an engine; ``in_process`` schedules here, so that batches are alike each time."""
         self.name = f"vllm-{stages}"
         self.model = VLLM(
             path,
             pipeline_parallel_size=stages,
             dtype="float32",
+            enforce_eager=enforce_eager,
             max_model_len=256,
             max_num_batched_tokens=512,
             kv_cache_memory_bytes=256 << 20,

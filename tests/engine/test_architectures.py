@@ -36,6 +36,7 @@ class Family:
             str(path),
             pipeline_parallel_size=2,
             dtype="float32",
+            enforce_eager=True,
             max_model_len=128,
             kv_cache_memory_bytes=64 << 20,
         )

@@ -18,6 +18,7 @@ def test_a_killed_rank_is_an_error_and_not_a_hang(tiny_llama_path: Path) -> None
         str(tiny_llama_path),
         pipeline_parallel_size=2,
         dtype="float32",
+        enforce_eager=True,
         max_model_len=128,
         kv_cache_memory_bytes=64 << 20,
     )

@@ -39,6 +39,7 @@ def engines(tiny_llama_path: Path) -> Iterator[Engines]:
                     str(tiny_llama_path),
                     pipeline_parallel_size=stages,
                     dtype="float32",
+                    enforce_eager=True,
                     max_model_len=128,
                     kv_cache_memory_bytes=64 << 20,
                 )

@@ -30,7 +30,9 @@ QUICK = {
 COMMAND = """
 import sys
 from nnsight_pp import VLLM
-model = VLLM(sys.argv[1], pipeline_parallel_size=2, dtype="float32", max_model_len=64)
+model = VLLM(
+    sys.argv[1], pipeline_parallel_size=2, dtype="float32", enforce_eager=True, max_model_len=64
+)
 with model.trace("one two three", temperature=0.0, max_tokens=1):
     late = model.model.layers[3].mlp.output.save()
 print(list(late.shape))
@@ -226,7 +228,6 @@ def test_too_little_memory_is_said_before_a_process_starts(tiny_llama_path: Path
     ("arguments", "words"),
     [
         ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported"),
-        ({"enforce_eager": False}, "enforce_eager=False is not supported"),
         ({"data_parallel_size": 2}, "data_parallel_size is not supported"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config is not supported"),
         ({"async_scheduling": True}, "async_scheduling=True cannot be used"),

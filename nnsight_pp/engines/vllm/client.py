@@ -21,6 +21,7 @@ from vllm.transformers_utils.config import get_config
 
 from nnsight_pp.engines.vllm import compat, machine
 from nnsight_pp.engines.vllm.batch import Batch
+from nnsight_pp.engines.vllm.progress import shown
 from nnsight_pp.engines.vllm.prompts import sampling_params
 from nnsight_pp.engines.vllm.root import VLLMTree
 from nnsight_pp.errors import (
@@ -37,12 +38,14 @@ if TYPE_CHECKING:
 
 _WORKER = "nnsight_pp.engines.vllm.rank.RankWorker"
 _SCHEDULER = "nnsight_pp.engines.vllm.schedule.TracingScheduler"
+# What other requests keep of a step that a long prompt with a block fills, in tokens.
+_ROOM = 256
 _FORCED = {
     # One round of a request at a time: a rank that opens round k knows that all have finished
     # the rounds before it.
     "async_scheduling": False,
     "worker_cls": _WORKER,
-    # A block that is over early ends its request.
+    # A block's prompt runs in one step, and a block that is over early ends its request.
     "scheduler_cls": _SCHEDULER,
 }
 
@@ -82,8 +85,6 @@ class VLLM(VLLMTree):
             "pipeline_parallel_size": pipeline_parallel_size,
             "tensor_parallel_size": tensor_parallel_size,
             "dtype": dtype,
-            "enforce_eager": True,
-            "enable_chunked_prefill": False,
             "disable_log_stats": True,
             # The ranks' own bar says little and is torn by their other words.
             "use_tqdm_on_load": False,
@@ -98,9 +99,10 @@ class VLLM(VLLMTree):
         with self._environment():
             length = _max_model_len(self._arguments, max_model_len)
             self._arguments["max_model_len"] = length
-            self._arguments.setdefault("max_num_batched_tokens", max(2048, length))
+            _size_steps(self._arguments, length)
             config = EngineArgs(**self._arguments).create_engine_config()
             self._size_cache(config)
+            self._is_compiling = compat.is_compiling(config)
             module = compat.meta_model(config)
         super().__init__(module, self._own_tokenizer)
         if dispatch:
@@ -134,7 +136,10 @@ class VLLM(VLLMTree):
         return self._llm is not None
 
     def dispatch(self) -> VLLM:
-        """Start the engine, if it is not up yet. Takes 15 to 60 s.
+        """Start the engine, if it is not up yet.
+
+        A model is compiled the first time that it starts so, and found compiled later:
+        `docs/explain/compilation.md` has times. ``enforce_eager=True`` leaves compiling out.
 
         Raises:
             EngineError: It did not start; vLLM's own words are in its output.
@@ -142,7 +147,10 @@ class VLLM(VLLMTree):
         if self._llm is not None:
             return self
         thread_state.load()  # built once here, found by every rank
-        with self._environment(), machine.hidden_main():
+        doing = "Starting the engine"
+        if self._is_compiling:
+            doing += " (the model is compiled, and kept for the next start)"
+        with self._environment(), machine.hidden_main(), shown(doing):
             try:
                 self._llm = LLM(**self._arguments)
             except Exception as error:
@@ -267,6 +275,19 @@ def _max_model_len(arguments: dict[str, Any], given: int | None) -> int:
     return min(getattr(text, "max_position_embeddings", 4096), 4096)
 
 
+def _size_steps(arguments: dict[str, Any], length: int) -> None:
+    """Say how many tokens a step schedules, and how many fit into it with a block's whole prompt.
+
+    A user's own `max_num_batched_tokens` is the former; with `max_num_scheduled_tokens` too, both
+    are as they are given.
+    """
+    budget = arguments.setdefault("max_num_batched_tokens", max(2048, length))
+    if "max_num_scheduled_tokens" in arguments:
+        return
+    arguments["max_num_scheduled_tokens"] = budget
+    arguments["max_num_batched_tokens"] = max(budget, length + min(budget, _ROOM))
+
+
 def _check_arguments(tensor_parallel_size: int, engine_args: dict[str, Any]) -> None:
     if tensor_parallel_size != 1:
         raise ConfigurationError(
@@ -296,7 +317,5 @@ def _check_arguments(tensor_parallel_size: int, engine_args: dict[str, Any]) -> 
                 todo="Unset it, or set it to 0.",
             )
         )
-    if engine_args.get("enforce_eager") is False:
-        raise ConfigurationError("enforce_eager=False is not supported yet: steps run eagerly.")
     if engine_args.get("data_parallel_size", 1) != 1:
         raise ConfigurationError("data_parallel_size is not supported.")

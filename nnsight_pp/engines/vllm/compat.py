@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm.distributed.parallel_state as groups
 from vllm.config import CompilationMode
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import PPMissingLayer
@@ -238,6 +239,49 @@ def wait_for(intermediate: Any) -> None:
     """
     if intermediate is not None:
         _ = intermediate.tensors
+
+
+def is_compiling(vllm_config: Any) -> bool:
+    """Whether an engine of this configuration compiles its model at the start."""
+    return vllm_config.compilation_config.mode != CompilationMode.NONE
+
+
+def run_eagerly() -> Any:
+    """Let nothing that torch would compile run compiled, or be compiled now, within a `with`.
+
+    Some layers compile their own arithmetic at their first eager call, again for other shapes
+    (vllm 0.32.0 model_executor/custom_op.py:maybe_compile). A step with a block never waits for
+    that.
+    """
+    return torch.compiler.set_stance("force_eager")
+
+
+def skip_compiled() -> None:
+    """Let the forward that runs now pass by the compiled model.
+
+    Source: vllm 0.32.0 compilation/decorators.py: `__call__` looks at `skip_compiled`. A CUDA graph
+    is chosen before: see `TracingRunner._determine_batch_execution_and_padding`.
+    """
+    get_forward_context().skip_compiled = True
+
+
+@contextmanager
+def uncompiled(model: torch.nn.Module) -> Iterator[None]:
+    """Let calls of ``model`` pass by what was compiled, where no step of the runner is on.
+
+    Source: vllm 0.32.0 compilation/decorators.py: `__call__` looks at `do_not_compile` first.
+    """
+    compiled: list[Any] = [
+        module for module in model.modules() if getattr(module, "do_not_compile", None) is False
+    ]
+    try:
+        for module in compiled:
+            module.do_not_compile = True
+        with run_eagerly():
+            yield
+    finally:
+        for module in compiled:
+            module.do_not_compile = False
 
 
 def abort_all(llm: Any) -> None:

@@ -1,11 +1,14 @@
 """What tracing adds to vLLM's model runner, whichever one it is.
 
+A step that holds a request with a block runs eagerly, every other one as vLLM runs it: compiled, or
+from a CUDA graph. Which it is follows from the scheduler's output, so all ranks choose alike.
+
 The runner object is vLLM's own; its class is replaced by a subclass of itself after it was made,
 so nothing of vLLM is patched. Each method does vLLM's work and, in a step that holds a traced
 request, calls the rank's side before or after it.
 
 Source: vllm 0.32.0 v1/worker/gpu_model_runner.py: `execute_model`, `_model_forward`,
-`sample_tokens`, `_sample`.
+`_determine_batch_execution_and_padding`, `sample_tokens`, `_sample`.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from nnsight_pp.engines.vllm.schedule import with_ended
 from nnsight_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nnsight_pp.engines.vllm.side import RankSide
 
 
@@ -43,10 +48,29 @@ class TracingRunner:
         execute = super().execute_model  # type: ignore[misc]
         return execute(scheduler_output, intermediate_tensors, *args, **kwargs)
 
+    def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
+        """Choose no CUDA graph for a step with a block: no Python of the model runs in one.
+
+        The rows are not padded then either, on no stage: they travel with the activations.
+        """
+        side = self.nnsight_side
+        if side is not None and side.is_eager:
+            kwargs["force_eager"] = True
+        return super()._determine_batch_execution_and_padding(*args, **kwargs)  # type: ignore[misc]
+
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         side = self.nnsight_side
         forward = super()._model_forward  # type: ignore[misc]
-        if side is None or not side.is_tracing:
+        if side is None or not side.is_eager:
+            return forward(*args, **kwargs)
+        compat.skip_compiled()
+        with compat.run_eagerly():
+            return self._forward_with_blocks(side, forward, args, kwargs)
+
+    def _forward_with_blocks(
+        self, side: RankSide, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        if not side.is_tracing:
             return forward(*args, **kwargs)
         rows = compat.batch_rows(self)
         positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
@@ -66,7 +90,7 @@ class TracingRunner:
         """Offer the logits, sample, and close the step."""
         side = self.nnsight_side
         sample = super().sample_tokens  # type: ignore[misc]
-        if side is None:
+        if side is None or not side.is_eager:
             return sample(*args, **kwargs)
         if not side.is_tracing:
             return with_ended(sample(*args, **kwargs), side.take_ended())
@@ -96,7 +120,13 @@ def _copied(leaf: Any) -> Any:
 def add_tracing(runner: Any, side: RankSide) -> None:
     """Let ``runner`` trace for ``side``."""
     kind = type(runner)
-    for name in ("_model_forward", "sample_tokens", "_sample", "execute_model"):
+    for name in (
+        "_model_forward",
+        "_determine_batch_execution_and_padding",
+        "sample_tokens",
+        "_sample",
+        "execute_model",
+    ):
         if not hasattr(kind, name):
             raise ConfigurationError(
                 f"vLLM's {kind.__name__} has no {name}: this model runner is not supported."

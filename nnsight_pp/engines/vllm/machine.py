@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -26,6 +27,11 @@ _MIN_KV_BYTES = 256 << 20
 # How many sequences of full length the KV cache holds when the user does not say.
 _SEQUENCES = 16
 _BYTES_PER_RANK = 1 << 30
+# Deprecations inside vllm 0.32.0, printed once by every rank.
+_QUIET = (
+    (FutureWarning, "vllm.triton_utils.dispatcher"),
+    (UserWarning, "vllm.distributed.device_communicators.cpu_communicator"),
+)
 
 
 def core_binding(num_ranks: int, cores: list[int]) -> str:
@@ -89,19 +95,19 @@ def cpu_environment(num_ranks: int) -> Iterator[None]:
 @contextmanager
 def engine_environment() -> Iterator[None]:
     """Choose vLLM's V1 runner and spawned processes, quiet unless the user wants its log."""
-    with _set_by_default(
-        {
-            "VLLM_USE_V2_MODEL_RUNNER": "0",
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-            "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            # Deprecations inside vllm 0.32.0, printed once by every rank.
-            "PYTHONWARNINGS": "ignore::FutureWarning:vllm.triton_utils.dispatcher,"
-            "ignore::UserWarning:vllm.distributed.device_communicators.cpu_communicator",
-        }
-    ):
+    names = {
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PYTHONWARNINGS": ",".join(f"ignore::{kind.__name__}:{module}" for kind, module in _QUIET),
+    }
+    with _set_by_default(names), warnings.catch_warnings():
+        # For an engine in this process, which reads no PYTHONWARNINGS any more.
+        for kind, module in _QUIET:
+            warnings.filterwarnings("ignore", category=kind, module=module)
         yield
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm import SamplingParams
 
-from nnsight_pp.engines.vllm.side import PAYLOAD
+from nnsight_pp.engines.vllm.whole_prompts import PAYLOAD
 from nnsight_pp.errors import ConfigurationError, NotSupportedError, explain
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}

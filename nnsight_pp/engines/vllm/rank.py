@@ -25,11 +25,11 @@ from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.forward import add_tracing
 from nnsight_pp.engines.vllm.ledger import Ledger
 from nnsight_pp.engines.vllm.names_trial import NamesTrial
+from nnsight_pp.engines.vllm.points import Points
 from nnsight_pp.engines.vllm.root import VLLMTree, object_of
 from nnsight_pp.engines.vllm.side import RankSide
 from nnsight_pp.engines.vllm.surface import RankSurface
 from nnsight_pp.envoys.gate import Gate
-from nnsight_pp.envoys.serve_point import install_serve_points
 from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.clock import StepClock
 from nnsight_pp.interleave.interleaver import Interleaver
@@ -101,16 +101,16 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         model = runner.get_model()
         real = compat.real_modules(model)
         gate = Gate(runs_skipped=True)
-        install_serve_points(real, gate)
+        points = Points(real, gate)
         meta = compat.meta_model(self.vllm_config)
         root = VLLMTree(meta, self._load_tokenizer)
         root.gate = gate
         names = NamesTrial(root)
-        served = self._trial_forward(runner, place, gate, names)
+        served = self._trial_forward(runner, place, points, names)
         self._stages = _stage_map(place, real, served, meta)
         own = compat.repacked(real, meta)
         root.repacked = frozenset(path for paths in compat.exchange(own) for path in paths)
-        with torch.inference_mode():
+        with torch.inference_mode(), compat.uncompiled(model):
             untrue = names.untrue(model)
         root.untrue = {key: why for one in compat.exchange(untrue) for key, why in one.items()}
         _hold_real(root, real)
@@ -128,11 +128,11 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         )
         ledger = Ledger(turns, switch, lambda name: object_of(root, name), place.stage, link)
         turns.asks.surface = RankSurface(root, turns, self._stages, place.stage, ledger.fail_worker)
-        self.nnsight_side = RankSide(place, turns, ledger, gate, link)
+        self.nnsight_side = RankSide(place, turns, ledger, points, link)
         add_tracing(runner, self.nnsight_side)
 
     def _trial_forward(
-        self, runner: Any, place: Place, gate: Gate, names: NamesTrial
+        self, runner: Any, place: Place, points: Points, names: NamesTrial
     ) -> list[Location]:
         """Run the model once on a dummy token; return what is served here, in order.
 
@@ -145,14 +145,14 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             served.append(location)
             return names.note(location, value)
 
-        gate.serve = note
+        points.open(note)
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), compat.uncompiled(runner.get_model()):
                 hidden, _ = runner._dummy_run(1, is_profile=True)
                 if place.stage == place.num_stages - 1:
                     runner.get_model().compute_logits(hidden[:1])
         finally:
-            gate.serve = None
+            points.shut()
         return served
 
     def _link(self, place: Place, constant: Callable[[str], Any]) -> GlooLink | None:

@@ -186,7 +186,7 @@ class VLLMTree(StandardNames, Envoy):
         serve, gate.serve = gate.serve, None
         try:
             # Not inference mode: the block may edit what it gets.
-            with torch.no_grad():
+            with torch.no_grad(), compat.run_eagerly():
                 return node._module(*args, **kwargs)
         finally:
             gate.serve = serve

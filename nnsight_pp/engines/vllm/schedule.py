@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nnsight_pp.engines.vllm import compat
+from nnsight_pp.engines.vllm.whole_prompts import WholePromptScheduler
 
 # What vLLM's outputs of such a request say under `stop_reason`.
 STOP_REASON = "the block is over"
@@ -36,8 +37,11 @@ def with_ended(output: Any, ended: tuple[str, ...]) -> Any:
     return StepOutput(**vars(output), ended=ended)
 
 
-class TracingScheduler(compat.Scheduler):
-    """vLLM's scheduler, which also finishes the requests that the last stage names."""
+class TracingScheduler(WholePromptScheduler):
+    """The name that goes into vLLM's `scheduler_cls`.
+
+    It also finishes the requests that the last stage names.
+    """
 
     _ended: tuple[str, ...] = ()
 

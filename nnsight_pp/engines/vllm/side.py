@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 from nnsight_pp.core.location import LOGITS, SAMPLES, Location
 from nnsight_pp.core.rows import Rows, TokenCut
 from nnsight_pp.engines.vllm import compat
+from nnsight_pp.engines.vllm.whole_prompts import PAYLOAD
 from nnsight_pp.errors import BlockError, ConfigurationError, InternalError, explain
 from nnsight_pp.wire.parcel import Parcel
 from nnsight_pp.wire.report_codec import encode_reports
@@ -24,13 +25,12 @@ from nnsight_pp.wire.report_codec import encode_reports
 if TYPE_CHECKING:
     from nnsight_pp.core.report import Report
     from nnsight_pp.engines.vllm.ledger import Ledger, TracedRequest
-    from nnsight_pp.envoys.gate import Gate
+    from nnsight_pp.engines.vllm.points import Points
     from nnsight_pp.interleave.interleaver import Interleaver
     from nnsight_pp.parallel.gloo_link import GlooLink
     from nnsight_pp.parallel.place import Place
 
 log = logging.getLogger(__name__)
-PAYLOAD = "nnsight_pp"
 # How long a release may be on its way before the gauges show what it leaves.
 _SETTLE_S = 2.0
 
@@ -43,7 +43,7 @@ class RankSide:
         place: Where this rank stands.
         turns: Runs the workers.
         ledger: The traced requests.
-        gate: Arms the serve points.
+        points: The serve points.
         link: The link to the other stages, or None with one stage.
     """
 
@@ -52,17 +52,20 @@ class RankSide:
         place: Place,
         turns: Interleaver,
         ledger: Ledger,
-        gate: Gate,
+        points: Points,
         link: GlooLink | None,
     ) -> None:
         self.place = place
         self._turns = turns
         self._ledger = ledger
-        self._gate = gate
+        self._points = points
         self._link = link
         # How often a traced request was preempted and computed again.
         self._num_resumed = 0
         self._parcel = Parcel()
+        # Whether the step that runs now holds a request with a block, failed or not. It follows
+        # from the scheduler's output: all ranks run it eagerly, or none.
+        self.is_eager = False
         # The traced requests of the step that runs now, with its number.
         self._batch: list[tuple[TracedRequest, int]] = []
         # These, and those whose block is over: what the last stage looks at when it has sampled.
@@ -88,7 +91,10 @@ class RankSide:
         is_known = len(self._ledger) > 0 and any(
             self._ledger.get(request) is not None for request in compat.request_ids(output)
         )
-        return is_known or any(_payload(new) is not None for new in compat.new_requests(output))
+        self.is_eager = is_known or any(
+            _payload(new) is not None for new in compat.new_requests(output)
+        )
+        return self.is_eager
 
     def begin_step(self, output: Any) -> None:
         """Take in new requests, bring awaited values, and open the step of each traced request."""
@@ -135,7 +141,7 @@ class RankSide:
                     f"prefill or the prefix cache: {item.num_tokens} tokens after "
                     f"{item.num_computed} computed ones.",
                     why="A block must never take a piece of a prompt for the whole.",
-                    todo="Build the engine with enable_chunked_prefill=False and "
+                    todo="Build the engine without max_num_scheduled_tokens, or with "
                     "max_num_batched_tokens of at least the longest prompt.",
                     ran=str(self.place),
                 )
@@ -153,7 +159,7 @@ class RankSide:
                 # A preempted request is recomputed as one slab: its step's rows are the last.
                 count = traced.prompt_len if step == 0 else 1
                 self._cut(traced, Rows(max(start, end - count), min(count, end - start), total))
-        self._gate.serve = self._serve
+        self._points.open(self._serve)
 
     def leave_forward(self, rows: list[tuple[str, int, int]]) -> None:
         """Close the step; on the last stage go on to its logits, one row for each request."""
@@ -167,7 +173,7 @@ class RankSide:
 
     def end_step(self) -> None:
         """Disarm the serve points and close the step of each traced request."""
-        self._gate.close()
+        self._points.shut()
         for traced, step in self._batch:
             self._cut(traced, None)
             try:
@@ -197,7 +203,7 @@ class RankSide:
 
         The step is computed again without them, so that nobody else has to pay.
         """
-        self._gate.close()
+        self._points.shut()
         log.warning("the model failed with a block beside it on %s", self.place, exc_info=error)
         for traced, _ in self._batch:
             text = explain(

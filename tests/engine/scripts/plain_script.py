@@ -24,7 +24,9 @@ def engine_processes():
 
 
 said = {"processes before": len(engine_processes())}
-model = VLLM(sys.argv[1], pipeline_parallel_size=2, dtype="float32", max_model_len=64)
+model = VLLM(
+    sys.argv[1], pipeline_parallel_size=2, dtype="float32", enforce_eager=True, max_model_len=64
+)
 
 with model.trace("one two three", temperature=0.0, max_tokens=2) as tracer:
     early = model.model.layers[0].mlp.output

@@ -13,7 +13,9 @@ import nbformat
 CELLS = (
     f"""
 from nnsight_pp import VLLM
-model = VLLM({sys.argv[1]!r}, pipeline_parallel_size=2, dtype="float32", max_model_len=64)
+model = VLLM(
+    {sys.argv[1]!r}, pipeline_parallel_size=2, dtype="float32", enforce_eager=True, max_model_len=64
+)
 """,
     """
 with model.trace("one two three", temperature=0.0, max_tokens=2) as tracer:

@@ -1,0 +1,165 @@
+"""A prompt with a block is never cut, however small the steps are; everybody else's is.
+
+The scheduler runs in this process, so that a test sees what each step holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.compare import assert_same
+from nnsight_pp import VLLM, ConfigurationError
+
+BUDGET = 16
+LONG = "many words stand here in a row and then some more " * 12
+OTHER = "somebody else has a long prompt of another kind, too " * 10
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama_path: Path) -> Iterator[VLLM]:
+    """A two-stage engine with steps of 16 tokens, of which one prompt gets 8."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        model = VLLM(
+            str(tiny_llama_path),
+            pipeline_parallel_size=2,
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=256,
+            max_num_batched_tokens=BUDGET,
+            long_prefill_token_threshold=8,
+            kv_cache_memory_bytes=64 << 20,
+            dispatch=True,
+        )
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+@pytest.fixture
+def steps(model: VLLM, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, int]]:
+    """How many tokens each request had in each step that the test runs, by its vLLM id."""
+    assert model._llm is not None
+    scheduler = model._llm.llm_engine.engine_core.engine_core.scheduler
+    schedule, found = scheduler.schedule, []
+
+    def noted(*args: Any) -> Any:
+        output = schedule(*args)
+        if output.num_scheduled_tokens:
+            found.append(dict(output.num_scheduled_tokens))
+        return output
+
+    monkeypatch.setattr(scheduler, "schedule", noted)
+    return found
+
+
+def ids_of(model: VLLM, text: str) -> list[int]:
+    return model.tokenizer(text).input_ids
+
+
+def reference(path: Path, prompt: str, tokens: int) -> tuple[torch.Tensor, list[int]]:
+    """Return what layer 2's MLP gives for the whole prompt, and the greedy continuation."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    ids = AutoTokenizer.from_pretrained(path)(prompt, return_tensors="pt").input_ids
+    seen: list[torch.Tensor] = []
+    model.model.layers[2].mlp.register_forward_hook(lambda *given: seen.append(given[-1][0]))
+    with torch.no_grad():
+        out = model.generate(
+            ids, max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=2
+        )
+    return seen[0], out[0, ids.shape[1] :].tolist()
+
+
+def test_a_traced_prompt_is_whole_and_the_others_are_cut(
+    model: VLLM, steps: list[dict[str, int]], tiny_llama_path: Path
+) -> None:
+    layers = list(model.model.layers)
+    with model.trace(temperature=0.0, max_tokens=4, ignore_eos=True) as tracer:
+        with tracer.invoke(OTHER):
+            pass
+        with tracer.invoke(LONG):
+            slab = layers[2].mlp.output.save()
+            out = tracer.result.save()
+        with tracer.invoke(OTHER + "once more"):
+            pass
+        with tracer.invoke(LONG + "and again"):
+            early = layers[0].mlp.output
+            layers[3].mlp.output[-1] += early[0]
+            second = layers[3].mlp.output.save()
+            answer = tracer.result.save()
+    wanted, tokens = reference(tiny_llama_path, LONG, 4)
+    assert_same(slab, wanted, "slab")
+    assert list(out.outputs[0].token_ids) == tokens
+    length, longer = len(ids_of(model, LONG)), len(ids_of(model, LONG + "and again"))
+    assert second.shape[0] == longer
+    assert len(answer.outputs[0].token_ids) == 4
+    found = sorted(count for step in steps for count in step.values() if count > 1)
+    assert found[-2:] == [length, longer], "both traced prompts ran in one step"
+    assert max(found[:-2]) <= 8, "what else ran was cut as it was told to be"
+    assert sum(found[:-2]) >= 2 * len(ids_of(model, OTHER)) - 20
+    for step in steps:
+        whole = [count for count in step.values() if count in (length, longer)]
+        assert len(whole) <= 1
+        assert sum(step.values()) - sum(whole) <= BUDGET
+    assert model.request_counts() == [0, 0]
+
+
+def test_a_prompt_of_the_full_length_goes_on_beside_others(
+    model: VLLM, steps: list[dict[str, int]]
+) -> None:
+    layers = list(model.model.layers)
+    full = (ids_of(model, LONG) * 3)[:250]
+    alone = model.generate({"prompt_token_ids": full}, temperature=0.0, max_tokens=4)[0]
+    steps.clear()
+    with model.trace(temperature=0.0, max_tokens=4) as tracer:
+        for _ in range(3):
+            with tracer.invoke(OTHER):
+                pass
+        with tracer.invoke(full):
+            slab = layers[3].mlp.output.save()
+            out = tracer.result.save()
+    assert slab.shape[0] == 250
+    assert out.outputs[0].token_ids == alone.outputs[0].token_ids
+    assert [count for step in steps for count in step.values() if count > BUDGET] == [250]
+    assert model.request_counts() == [0, 0]
+
+
+def test_untraced_answers_are_those_of_whole_prompts(model: VLLM, tiny_llama_path: Path) -> None:
+    _, tokens = reference(tiny_llama_path, OTHER, 4)
+    outs = model.generate([OTHER, LONG, OTHER], temperature=0.0, max_tokens=4, ignore_eos=True)
+    assert list(outs[0].outputs[0].token_ids) == tokens
+    assert list(outs[2].outputs[0].token_ids) == tokens
+
+
+def test_a_prompt_that_fits_in_no_step_is_refused(
+    tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    model = VLLM(
+        str(tiny_llama_path),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=160,
+        max_num_scheduled_tokens=BUDGET,
+        max_num_batched_tokens=BUDGET,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    layers = list(model.model.layers)
+    try:
+        with pytest.raises(ConfigurationError, match="max_num_scheduled_tokens"):
+            with model.trace("many words " * 20, temperature=0.0, max_tokens=2):
+                layers[0].mlp.output.save()
+        with model.trace("two words", temperature=0.0, max_tokens=2):
+            slab = layers[-1].mlp.output.save()
+        assert slab.shape[0] > 1
+        assert model.request_counts() == [0]
+    finally:
+        model.close()
