@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from engine.backends import LONGER, PROMPT, Engine, Local
+from engine.backends import LONGER, PROMPT, SHORT, Engine, Local
 from engine.blocks import BLOCKS
 from engine.compare import assert_same
+from nnsight_pp.engines.vllm.prompts import sampling_params
 
 NUM_NAMES = 30
 # Those that ask for neighbouring layers in turn would ask for one layer twice here.
@@ -103,3 +104,50 @@ def test_untraced_steps_run_compiled_and_see_none_of_us(engine: Engine) -> None:
         slab = layers[20].mlp.output.save()
     assert slab.shape[0] > 1
     assert plain() == before
+
+
+@on_engines
+def test_requests_beside_a_block_answer_as_they_do_alone(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, layers = engine.model, engine.layers
+    options = {"temperature": 0.0, "max_tokens": 10, "ignore_eos": True}
+    others = [PROMPT, SHORT, LONGER]
+    alone = [list(model.generate(one, **options)[0].outputs[0].token_ids) for one in others]
+    generate, beside = model._llm.generate, []
+
+    def with_others(prompts: list[Any], params: list[Any], **rest: Any) -> list[Any]:
+        plain = [sampling_params(options, None) for _ in others]
+        found = generate([*prompts, *others], [*params, *plain], **rest)
+        beside.append([list(one.outputs[0].token_ids) for one in found[len(prompts) :]])
+        return found[: len(prompts)]
+
+    monkeypatch.setattr(model._llm, "generate", with_others)
+    for steps in (1, 4, 10):
+        with model.trace(PROMPT, **{**options, "max_tokens": steps}) as tracer:
+            for _ in tracer.iter[:steps]:
+                layers[3].mlp.output[:] = 5
+                layers[22].mlp.output[:] += 10
+            out = tracer.result.save()
+        assert list(out.outputs[0].token_ids) != alone[0][:steps]
+    assert beside == [alone] * 3
+
+
+@on_engines
+def test_nothing_is_compiled_once_the_engine_is_up(engine: Engine) -> None:
+    """With one stage the rank is this process, whose counters can be looked at."""
+    if len(engine.model.request_counts()) > 1:
+        return
+    from torch._dynamo.utils import counters
+
+    before = dict(counters["stats"])
+    assert before["unique_graphs"] > 0
+    model, layers = engine.model, engine.layers
+    for prompt in (SHORT, PROMPT, LONGER):
+        with model.trace(prompt, temperature=0.0, max_tokens=3) as tracer:
+            for _ in tracer.iter[:3]:
+                layers[0].mlp.act_fn.output[:] += 1
+                late = layers[22].mlp(layers[3].mlp.output)
+                layers[25].mlp.output[:] += late
+        model.generate([prompt] * 2, temperature=0.0, max_tokens=2)
+    assert dict(counters["stats"]) == before

@@ -5,6 +5,7 @@ The scheduler runs in this process, so that a test sees what each step holds.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def model(tiny_llama_path: Path) -> Iterator[VLLM]:
             pipeline_parallel_size=2,
             dtype="float32",
             enforce_eager=True,
-            max_model_len=256,
+            max_model_len=512,
             max_num_batched_tokens=BUDGET,
             long_prefill_token_threshold=8,
             kv_cache_memory_bytes=64 << 20,
@@ -63,12 +64,14 @@ def ids_of(model: VLLM, text: str) -> list[int]:
     return model.tokenizer(text).input_ids
 
 
-def reference(path: Path, prompt: str, tokens: int) -> tuple[torch.Tensor, list[int]]:
+def reference(path: Path, prompt: str | list[int], tokens: int) -> tuple[torch.Tensor, list[int]]:
     """Return what layer 2's MLP gives for the whole prompt, and the greedy continuation."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    ids = AutoTokenizer.from_pretrained(path)(prompt, return_tensors="pt").input_ids
+    if isinstance(prompt, str):
+        prompt = AutoTokenizer.from_pretrained(path)(prompt).input_ids
+    ids = torch.tensor([prompt])
     seen: list[torch.Tensor] = []
     model.model.layers[2].mlp.register_forward_hook(lambda *given: seen.append(given[-1][0]))
     with torch.no_grad():
@@ -116,7 +119,7 @@ def test_a_prompt_of_the_full_length_goes_on_beside_others(
     model: VLLM, steps: list[dict[str, int]]
 ) -> None:
     layers = list(model.model.layers)
-    full = (ids_of(model, LONG) * 3)[:250]
+    full = (ids_of(model, LONG) * 6)[:500]
     alone = model.generate({"prompt_token_ids": full}, temperature=0.0, max_tokens=4)[0]
     steps.clear()
     with model.trace(temperature=0.0, max_tokens=4) as tracer:
@@ -126,9 +129,9 @@ def test_a_prompt_of_the_full_length_goes_on_beside_others(
         with tracer.invoke(full):
             slab = layers[3].mlp.output.save()
             out = tracer.result.save()
-    assert slab.shape[0] == 250
+    assert slab.shape[0] == 500
     assert out.outputs[0].token_ids == alone.outputs[0].token_ids
-    assert [count for step in steps for count in step.values() if count > BUDGET] == [250]
+    assert [count for step in steps for count in step.values() if count > BUDGET] == [500]
     assert model.request_counts() == [0, 0]
 
 
@@ -137,6 +140,31 @@ def test_untraced_answers_are_those_of_whole_prompts(model: VLLM, tiny_llama_pat
     outs = model.generate([OTHER, LONG, OTHER], temperature=0.0, max_tokens=4, ignore_eos=True)
     assert list(outs[0].outputs[0].token_ids) == tokens
     assert list(outs[2].outputs[0].token_ids) == tokens
+
+
+def test_a_shared_prompt_is_cached_for_the_others_and_whole_for_a_block(
+    model: VLLM, tiny_llama_path: Path
+) -> None:
+    """Traced with a steering vector, then plain, then traced, and so again."""
+    layers = list(model.model.layers)
+    prompt = {"prompt_token_ids": ids_of(model, "One that is shared. " + LONG * 3)[:300]}
+    wanted, tokens = reference(tiny_llama_path, prompt["prompt_token_ids"], 4)
+    vector = torch.linspace(-4, 4, 128)
+    steered = []
+    for turn in range(2):
+        with model.trace(prompt, temperature=0.0, max_tokens=4, ignore_eos=True) as tracer:
+            for _ in tracer.iter[:4]:
+                layers[0].output[0][:] += vector
+            out = tracer.result.save()
+        steered.append(list(out.outputs[0].token_ids))
+        plain = model.generate(prompt, temperature=0.0, max_tokens=4, ignore_eos=True)[0]
+        assert list(plain.outputs[0].token_ids) == tokens
+        assert plain.num_cached_tokens == (0 if turn == 0 else 256)
+        with model.trace(prompt, temperature=0.0, max_tokens=1):
+            slab = layers[2].mlp.output.save()
+        assert_same(slab, wanted, "the whole prompt")
+    assert steered[0] == steered[1] != tokens
+    assert model.request_counts() == [0, 0]
 
 
 def test_a_prompt_that_fits_in_no_step_is_refused(
@@ -153,7 +181,14 @@ def test_a_prompt_that_fits_in_no_step_is_refused(
         kv_cache_memory_bytes=64 << 20,
     )
     layers = list(model.model.layers)
+    random.seed(5)
+    torch.manual_seed(5)
+    wanted = (random.random(), torch.rand(1).item())
+    random.seed(5)
+    torch.manual_seed(5)
     try:
+        model.dispatch()
+        assert (random.random(), torch.rand(1).item()) == wanted, "an engine here seeds nobody else"
         with pytest.raises(ConfigurationError, match="max_num_scheduled_tokens"):
             with model.trace("many words " * 20, temperature=0.0, max_tokens=2):
                 layers[0].mlp.output.save()

@@ -125,8 +125,8 @@ def test_an_interrupted_run_leaves_nothing_behind(
     with pytest.raises(KeyboardInterrupt):
         with model.trace(PROMPTS[0], temperature=0.0, max_tokens=60, ignore_eos=True) as tracer:
             for _ in tracer.iter[:60]:
-                late = layers[-1].mlp.output
                 layers[0].mlp.output
+                late = layers[-1].mlp.output
     monkeypatch.undo()
     assert model.request_counts() == [0, 0]
     with model.trace(PROMPTS[0], temperature=0.0, max_tokens=1):

@@ -150,7 +150,12 @@ class VLLM(VLLMTree):
         doing = "Starting the engine"
         if self._is_compiling:
             doing += " (the model is compiled, and kept for the next start)"
-        with self._environment(), machine.hidden_main(), shown(doing):
+        with (
+            self._environment(),
+            machine.hidden_main(),
+            machine.kept_randomness(),
+            shown(doing),
+        ):
             try:
                 self._llm = LLM(**self._arguments)
             except Exception as error:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import random
 import sys
 import warnings
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
+import torch
 
 from nnsight_pp.errors import MachineError, explain
 
@@ -109,6 +112,21 @@ def engine_environment() -> Iterator[None]:
         for kind, module in _QUIET:
             warnings.filterwarnings("ignore", category=kind, module=module)
         yield
+
+
+@contextmanager
+def kept_randomness() -> Iterator[None]:
+    """Give this process its random numbers back: an engine in it seeds them at the start.
+
+    Source: vllm 0.32.0 v1/worker: `init_device` and `compile_or_warm_up_model` seed the process.
+    """
+    python, array = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(array)
 
 
 @contextmanager
