@@ -63,6 +63,27 @@ class Write:
         return f"Write {self.location}#{self.visit}"
 
 
+class Moment(NamedTuple):
+    """How far a run has come: a step, a stage, and a location's place in that stage's forward."""
+
+    step: int
+    stage: int
+    position: int
+
+
+@dataclass(slots=True)
+class Turn:
+    """Parked until the blocks that share names with this one have come to another stage's value."""
+
+    number: int
+    location: Location
+    visit: int
+    moment: Moment
+
+    def __str__(self) -> str:
+        return f"Turn {self.location}#{self.visit}"
+
+
 @dataclass(slots=True)
 class Step:
     """Parked on the step gate: until this rank has opened ``step`` for the request."""
@@ -97,4 +118,4 @@ class Join:
         return f"Join {self.barrier}"
 
 
-Ask = Read | Write | Step | Pull | Join
+Ask = Read | Write | Turn | Step | Pull | Join

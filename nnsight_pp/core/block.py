@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from nnsight_pp.core.meaning import as_in_function, bound_names, read_names, refuse_leaving
+from nnsight_pp.core.sharing import Uses, uses_of
 
 if TYPE_CHECKING:
     from types import CodeType
@@ -73,6 +74,10 @@ class Block:
         """Return every attribute name that the block mentions."""
         return _compiled(self).attributes
 
+    def uses(self) -> Uses:
+        """Return what the block may do with the names around it."""
+        return _compiled(self).uses
+
     def show_in_tracebacks(self) -> None:
         """Let this process's tracebacks show the block's lines where it has no such file."""
         if not linecache.getlines(self.filename):
@@ -92,6 +97,7 @@ class _Compiled:
     binds: frozenset[str]
     attributes: frozenset[str]
     does_nothing: bool
+    uses: Uses
 
 
 @lru_cache(maxsize=512)
@@ -102,6 +108,7 @@ def _compiled(block: Block) -> _Compiled:
     assert isinstance(holder, ast.If)
     module = ast.Module(body=holder.body, type_ignores=[])
     refuse_leaving(module, block.filename, lines_of(text))
+    uses = uses_of(module)
     attributes = {node.attr for node in ast.walk(module) if isinstance(node, ast.Attribute)}
 
     def compiled(tree: ast.Module) -> CodeType:
@@ -110,7 +117,9 @@ def _compiled(block: Block) -> _Compiled:
     code = compiled(as_in_function(module, compiled, block.receiver))
     code = code.replace(co_name=block.name, co_qualname=block.name)
     nothing = all(one.opname in _DO_NOTHING for one in dis.get_instructions(code))
-    return _Compiled(code, read_names(code), bound_names(code), frozenset(attributes), nothing)
+    return _Compiled(
+        code, read_names(code), bound_names(code), frozenset(attributes), nothing, uses
+    )
 
 
 class Scope(dict[str, Any]):

@@ -84,6 +84,7 @@ class Report:
         warnings: Texts for the user.
         trail: How many asks the worker made, and a checksum of them: alike on every stage.
         statistics: What the link moved for this request, by owner stage.
+        results: The saved names that stand for the result of the request.
     """
 
     request: str
@@ -95,3 +96,4 @@ class Report:
     warnings: tuple[str, ...] = ()
     trail: tuple[int, int] | None = None
     statistics: dict[str, Any] = field(default_factory=dict)
+    results: tuple[str, ...] = ()

@@ -146,6 +146,7 @@ class LocalForest(Forest):
         try:
             for number, one in enumerate((*stored, *invocations)):
                 worker = _worker(f"invoke {number - len(stored)}", one)
+                worker.seat = number
                 worker.cut = WholeCut() if number < len(stored) else cuts[number - len(stored)]
                 workers.append(worker)
                 turns.add(worker)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from greenlet import getcurrent
 
-from nnsight_pp.core.ask import AskKey, Join, Pull, Read, Step, Write
+from nnsight_pp.core.ask import AskKey, Join, Pull, Read, Step, Turn, Write
 from nnsight_pp.core.location import RESULT, Location, Visit
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.tree import map_leaves
@@ -34,12 +34,13 @@ from nnsight_pp.errors import (
     OutsideTraceError,
     explain,
 )
+from nnsight_pp.interleave.kept_open import stay, watch
 from nnsight_pp.interleave.let_go import LetGo
 from nnsight_pp.interleave.order import Order
 from nnsight_pp.interleave.parked import Parked
 from nnsight_pp.interleave.remote import RemoteAsk
 from nnsight_pp.interleave.unwind import loop_warning, park_refused
-from nnsight_pp.interleave.worker import ClosedEarly, Memo, Worker
+from nnsight_pp.interleave.worker import Memo, Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -104,6 +105,7 @@ class Asks:
             value = self.park(worker, Read(number, location, visit, seen))
         else:
             assert self._make_lazy is not None
+            self._wait_for_turn(worker, Read(number, location, visit, seen), owner)
             value = self._make_lazy(RemoteAsk(self, worker, number, owner, location, visit))
         worker.memo = Memo(location, worker.step, value, owner is None or owner == self.stage)
         return value
@@ -122,6 +124,8 @@ class Asks:
             if is_here:
                 value = self._here(worker, value)
                 self.park(worker, Write(number, location, visit, value, seen))
+            elif owner is not None:
+                self._wait_for_turn(worker, Read(number, location, visit, seen), owner)
         worker.memo = Memo(location, worker.step, value, is_here)
 
     def call(self, worker: Worker, path: str, arguments: Any, run: Callable[[Any], Any]) -> Any:
@@ -178,13 +182,10 @@ class Asks:
             )
         return self.surface
 
-    def join(self, worker: Worker, barrier: object, count: int) -> None:
-        """Wait until ``count`` workers have come to ``barrier``; they go on in that order."""
-        arrived = self.waiting.setdefault(id(barrier), [])
-        arrived.append(worker)
-        if len(arrived) >= count:
-            self.released.extend(self.waiting.pop(id(barrier)))
-        self.park(worker, Join(barrier))
+    def check_barrier(self, worker: Worker, barrier: object) -> None:
+        """Refuse a barrier beside a backward pass."""
+        if self._owners is None:
+            self.surface_for(worker, repr(barrier))
 
     def has_gate(self, worker: Worker) -> bool:
         """Whether steps are opened one by one, so that a loop over them waits for each."""
@@ -205,6 +206,12 @@ class Asks:
         """
         worker.is_relaxed = False
         worker.step = step
+
+    def _wait_for_turn(self, worker: Worker, ask: Read, owner: int) -> None:
+        """See Note [Blocks that share names] in `interleave.timeline`."""
+        if worker.timeline is not None:
+            moment = self.order.moment_of(worker, ask.place, ask.visit, owner)
+            self.park(worker, Turn(ask.number, ask.location, ask.visit, moment))
 
     def _ask(self, worker: Worker, location: Location, seen: _Seen) -> tuple[int | None, int]:
         """Pass the step gate, check the order, leave the open visit; return owner and visit.
@@ -238,14 +245,16 @@ class Asks:
         worker.closed_early = None
         self._commit(worker)
 
-    def _commit(self, worker: Worker) -> None:
+    def _commit(self, worker: Worker, watching: Pull | None = None) -> None:
         visit, worker.visit = worker.visit, None
         if visit is not None:
             try:
-                visit.commit()
+                visit.commit() if worker.timeline is None else visit.commit_read()
             except Exception as error:
                 self.alone(worker, error)
                 raise
+            if watching is not None:
+                watch(worker, visit, f"{Visit(watching.location, watching.step)}")
 
     def park(self, worker: Worker, ask: Ask) -> Any:
         """Give the turn to the model until it, or another stage, answers ``ask``."""
@@ -256,21 +265,15 @@ class Asks:
         if worker.is_calling:
             raise self.alone(worker, park_refused(worker, str(ask), self.where))
         if isinstance(ask, Pull):
-            self._leave_early(worker, ask)
+            self._commit(worker, watching=ask)
+        elif isinstance(ask, Join):
+            stay(self, worker)
         else:
             self._leave(worker)
         worker.ask = ask
         if isinstance(ask, (Read, Write)):
             self.parked.add(ask.place, worker)
         return worker.hand_over()
-
-    def _leave_early(self, worker: Worker, ask: Pull) -> None:
-        visit, memo = worker.visit, worker.memo
-        self._commit(worker)
-        if visit is not None and memo is not None:
-            visit.watch_edits()
-            edited = Visit(memo.location, memo.step)
-            worker.closed_early = ClosedEarly(visit, edited, Visit(ask.location, ask.step))
 
     def _settled(self, worker: Worker) -> Any:
         """Return the value of the open visit with the edits of its views in it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import final
 
+from nnsight_pp.interleave.kept_open import join
 from nnsight_pp.interleave.worker import current_worker
 
 
@@ -26,8 +27,8 @@ class Barrier:
         """Wait until as many blocks have come here; they go on in the order of arrival."""
         worker = current_worker(repr(self))
         assert worker.turns is not None
-        worker.turns.surface_for(worker, repr(self))
-        worker.turns.join(worker, self, self.count)
+        worker.turns.check_barrier(worker, self)
+        join(worker.turns, worker, self, self.count)
 
     def __repr__(self) -> str:
         return f"`tracer.barrier({self.count})`"

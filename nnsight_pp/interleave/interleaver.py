@@ -42,13 +42,14 @@ from nnsight_pp.core.location import RESULT, Location
 from nnsight_pp.core.protocols import DeferredError
 from nnsight_pp.core.rows import WholeCut
 from nnsight_pp.core.tree import map_leaves
-from nnsight_pp.errors import EarlyStopException, OutOfOrderError
+from nnsight_pp.errors import OutOfOrderError
 from nnsight_pp.interleave.asks import Asks
 from nnsight_pp.interleave.clock import Clock, StepClock, VisitClock
+from nnsight_pp.interleave.kept_open import commit_last
 from nnsight_pp.interleave.observers import Observers
 from nnsight_pp.interleave.skips import Skips
 from nnsight_pp.interleave.unwind import unwind
-from nnsight_pp.interleave.visit import OpenVisit
+from nnsight_pp.interleave.visit import Handed, OpenVisit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -120,7 +121,7 @@ class Interleaver:
         """Take ``worker`` in, and run it to its first park."""
         worker.turns = self.asks
         self._workers.setdefault(worker.request, []).append(worker)
-        self._resume(worker, None)
+        self.resume(worker, None)
 
     def serve(self, location: Location, value: Any) -> Any:
         """Hand ``value`` to the workers parked at ``location``; return what the model goes on with.
@@ -139,6 +140,7 @@ class Interleaver:
 
     def _serve_all(self, location: Location, value: Any, workers: tuple[Worker, ...]) -> Any:
         """Serve ``workers``, then those that come here now: again with a lens, or by a barrier."""
+        handed = Handed(value)
         served: dict[int, Ask | None] = {}
         while workers:
             for worker in self._arrange(workers):
@@ -151,10 +153,10 @@ class Interleaver:
                     and ask.visit == self.clock.now(worker, location)
                     and not self.skips.is_inside(worker, location)
                 ):
-                    value = self._hand(worker, ask, value)
+                    self._hand(worker, ask, handed)
             left = self._parked.at(location)
             workers = () if left is None else tuple(x for x in left if id(x.ask) not in served)
-        return value
+        return handed.leave()
 
     def is_wanted(self, location: Location) -> bool:
         """Whether a worker is parked at ``location``."""
@@ -166,7 +168,7 @@ class Interleaver:
         self.clock.open(request, step)
         for worker in self._workers.get(request, ()):
             if isinstance(worker.ask, Step) and worker.ask.step <= step:
-                self._resume(worker, None)
+                self.resume(worker, None)
 
     def close_step(self, request: str, step: int) -> None:
         """Close ``step`` of ``request``: what was not served in it never will be."""
@@ -199,7 +201,7 @@ class Interleaver:
                 except Exception as error:
                     self._throw(worker, worker.alone(error, is_echo=True))
                 else:
-                    self._resume(worker, value)
+                    self.resume(worker, value)
 
     def finish(self, request: str, result: Any = None) -> list[Worker]:
         """End ``request``: serve its result, unwind what is still parked, return its workers."""
@@ -209,7 +211,7 @@ class Interleaver:
         for worker in workers:
             while isinstance(worker.ask, (Read, Write)) and worker.ask.location == RESULT:
                 worker.ask.visit = self.clock.now(worker, RESULT)
-                self._hand(worker, worker.ask, result)
+                self._hand(worker, worker.ask, Handed(result))
         for worker in workers:
             if not worker.has_ended:
                 self._unwind(worker)
@@ -240,9 +242,14 @@ class Interleaver:
             "parked": len(self._parked),
         }
 
-    def _hand(self, worker: Worker, ask: Read | Write, value: Any) -> Any:
-        """Open a visit for ``worker``, let it run, and return the value with its edits."""
-        visit = OpenVisit(value, through(ask.seen, worker.cut or WholeCut()))
+    def _hand(self, worker: Worker, ask: Read | Write, handed: Handed) -> None:
+        """Open a visit of ``handed`` for ``worker``, and let it run."""
+        visit = OpenVisit(handed, through(ask.seen, worker.cut or WholeCut()))
+        if worker.timeline is not None and ask.location != RESULT:
+            handed.visits.append((worker, visit))
+            worker.timeline.now = self.asks.order.moment_of(
+                worker, ask.place, ask.visit, self.stage
+            )
         if worker.loop_depth and ask.visit > 0:
             worker.is_relaxed = True
         try:
@@ -255,18 +262,9 @@ class Interleaver:
                 answer = None
         except Exception as error:
             self._throw(worker, self.asks.alone(worker, error, at=ask.number))
-            return value
+            return
         worker.visit = visit
-        self._resume(worker, answer)
-        if worker.visit is visit:  # it ended without asking for anything else
-            worker.visit = None
-            if worker.error is None or isinstance(worker.error, EarlyStopException):
-                try:
-                    visit.commit()
-                except Exception as error:
-                    worker.error = error
-                    self._ended(worker)
-        return visit.live
+        self.resume(worker, answer)
 
     def _too_late(self, worker: Worker, ask: Read | Write) -> None:
         error = self.asks.too_late(worker, ask.location, ask.visit)
@@ -287,13 +285,16 @@ class Interleaver:
             arrived = self.asks.waiting.get(id(worker.ask.barrier), [])
             if worker in arrived:
                 arrived.remove(worker)
+            if not arrived:
+                self.asks.waiting.pop(id(worker.ask.barrier), None)
         worker.ask = None
 
-    def _resume(self, worker: Worker, value: Any) -> None:
+    def resume(self, worker: Worker, value: Any) -> None:
+        """Give ``worker`` the turn with the answer to its ask; then whom it let through."""
         self._turn(worker, self._switch.switch, (value,))
         released = self.asks.released
         while released:
-            self._resume(released.pop(0), None)
+            self.resume(released.pop(0), None)
 
     def _throw(self, worker: Worker, error: BaseException) -> None:
         self._turn(worker, self._switch.throw, error)
@@ -306,6 +307,7 @@ class Interleaver:
             with worker.randomness:
                 step(worker.slot, worker.greenlet, argument)
         if worker.has_ended:
+            commit_last(worker)
             self._ended(worker)
 
     def _ended(self, worker: Worker) -> None:
@@ -320,6 +322,8 @@ class Interleaver:
         if self._link is not None:
             name = type(worker.error).__name__
             self._link.fail(worker.request, f"{name}: {worker.error}")
+        if worker.timeline is not None:
+            worker.timeline.fail(worker, worker.error)
 
 
 def _copied(value: Any) -> Any:

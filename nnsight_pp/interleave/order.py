@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
+from nnsight_pp.core.ask import Moment
 from nnsight_pp.core.location import Visit
 from nnsight_pp.errors import NotSupportedError, OutOfOrderError, explain
 from nnsight_pp.interleave.unwind import out_of_order
@@ -50,6 +51,8 @@ class Order:
             why = "The result is the last thing that a block can ask for."
             raise out_of_order(worker, Visit(location, visit), self._where, why)
         opened = self._clock.opened(worker.request)
+        if self._is_past(worker, place, visit, owner):
+            raise self.too_late(worker, location, visit)
         # Over on every stage, unless a call has held this worker up: others may have served it.
         if opened is not None and visit < opened <= worker.reached:
             raise self.too_late(worker, location, visit)
@@ -60,6 +63,32 @@ class Order:
             is_late = opened is not None and worker.request in self.finishing
             if is_late or self._clock.has_passed(worker, place, visit):
                 raise self.alone(worker, self.too_late(worker, location, visit), at=worker.asked)
+
+    def _is_past(self, worker: Worker, place: Location, visit: int, owner: int | None) -> bool:
+        """Whether the blocks that share names with this one are past ``place``."""
+        if owner is None or worker.timeline is None:
+            return False
+        return self.moment_of(worker, place, visit, owner) < worker.timeline.now
+
+    def moment_of(self, worker: Worker, place: Location, visit: int, owner: int) -> Moment:
+        """Return when in a run ``place`` is computed, for a worker with a timeline.
+
+        Raises:
+            NotSupportedError: It is not known.
+        """
+        position = None if self._owners is None else self._owners.position_of(place)
+        if position is None or place.kind == "skip":
+            raise NotSupportedError(
+                explain(
+                    f"{place} was asked for in a block that shares names with others.",
+                    where=worker.where(),
+                    why="Such blocks run in the order in which the model computes what they ask "
+                    "for, and this has no one place in a forward.",
+                    todo="Read it in a block that shares no names, or in a trace of its own.",
+                    ran=self._where,
+                )
+            )
+        return Moment(visit, owner, position)
 
     @staticmethod
     def end(worker: Worker) -> None:

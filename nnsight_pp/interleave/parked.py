@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from typing import TYPE_CHECKING, final
 
 if TYPE_CHECKING:
@@ -11,7 +12,10 @@ if TYPE_CHECKING:
 
 @final
 class Parked:
-    """Workers by the location that they are parked on, each list in the order of arrival."""
+    """Workers by the location that they are parked on, each list in the order of their blocks.
+
+    Workers of one seat stand in the order of arrival.
+    """
 
     __slots__ = ("_at",)
 
@@ -21,7 +25,7 @@ class Parked:
 
     def add(self, location: Location, worker: Worker) -> None:
         """Park ``worker`` at ``location``."""
-        self._at.setdefault(location, []).append(worker)
+        insort(self._at.setdefault(location, []), worker, key=_seat)
 
     def remove(self, location: Location, worker: Worker) -> None:
         """Take ``worker`` away from ``location``."""
@@ -36,3 +40,7 @@ class Parked:
 
     def __len__(self) -> int:
         return sum(len(workers) for workers in self._at.values())
+
+
+def _seat(worker: Worker) -> int:
+    return worker.seat

@@ -13,7 +13,8 @@ from nnsight_pp.core.location import Location, Visit
 from nnsight_pp.core.protocols import DeferredError
 from nnsight_pp.core.report import PullRecord
 from nnsight_pp.errors import OutsideTraceError, ValueUnavailableError, explain
-from nnsight_pp.interleave.unwind import park_refused
+from nnsight_pp.interleave.unwind import out_of_order, park_refused
+from nnsight_pp.interleave.worker import running_worker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,11 +79,11 @@ class RemoteAsk:
             picks: Index steps that the owner applies before it sends.
             in_torch: Whether torch's own frames stand between the caller and the block.
         """
-        worker, asks = self._worker, self._asks
-        self._check_is_on()
+        asker, asks = self._worker, self._asks
+        worker = self._puller()
         link = asks.link
         assert link is not None
-        key = AskKey(worker.request, self.number)
+        key = AskKey(asker.request, self.number)
         asked: list[Pending] = []
 
         def again(is_last: bool) -> Pending:
@@ -91,10 +92,10 @@ class RemoteAsk:
             return asked[-1]
 
         where = worker.where()
-        is_in_place = self._is_in_place()
+        is_in_place = self._is_in_place(worker)
         if not is_in_place:
-            self._check_may_park(in_torch)
-        pending: Pending | None = again(worker.request in asks.finishing)
+            self._check_may_park(worker, in_torch)
+        pending: Pending | None = again(asker.request in asks.finishing)
         if is_in_place:
             try:
                 value = pending.wait()
@@ -104,53 +105,65 @@ class RemoteAsk:
                 worker.alone(error, is_echo=True)
                 raise
             else:
-                self._note(where, asked)
+                self._note(worker, where, asked)
                 return value
-            self._check_may_park(in_torch)
+            self._check_may_park(worker, in_torch)
         if self.kind == "call":
             worker.held_up = self.visit
         value = asks.park(worker, Pull(self.location, self.step, pending, again))
-        self._note(where, asked)
+        self._note(worker, where, asked)
         return value
 
-    def _check_is_on(self) -> None:
-        worker = self._worker
-        if worker.is_current and worker.unshared is not None:
-            raise ValueUnavailableError(
-                explain(
-                    f"{self.visit} cannot be brought from stage {self.owner} any more.",
-                    where=worker.where(),
-                    why="The block caught an error that only this stage has seen, so the stages no "
-                    "longer run the same lines.",
-                    todo="Do not catch that error.",
-                    ran=self._asks.where,
+    def _puller(self) -> Worker:
+        """Return the worker that runs now: the one that asked, or one that shares names with it."""
+        asker = self._worker
+        running = running_worker()
+        if running is not None and (running is asker or running.shares_names_with(asker)):
+            if running.unshared is not None:
+                raise ValueUnavailableError(
+                    explain(
+                        f"{self.visit} cannot be brought from stage {self.owner} any more.",
+                        where=running.where(),
+                        why="An error that only this stage has seen was caught, or a block that "
+                        "this one shares names with has failed, so the stages no longer run the "
+                        "same lines.",
+                        todo="Do not catch that error.",
+                        ran=self._asks.where,
+                    )
                 )
+            return running
+        raise OutsideTraceError(
+            explain(
+                f"The remote value {self.visit} was used outside of its trace.",
+                why="A value of another stage can be brought only while its block runs.",
+                todo="Save it with `.save()`, and use it after the trace.",
             )
-        if worker.has_ended or not worker.is_current:
-            raise OutsideTraceError(
-                explain(
-                    f"The remote value {self.visit} was used outside of its trace.",
-                    why="A value of another stage can be brought only while its block runs.",
-                    todo="Save it with `.save()`, and use it after the trace.",
-                )
-            )
+        )
 
-    def _is_in_place(self) -> bool:
+    def _is_in_place(self, worker: Worker) -> bool:
         """Whether the answer exists by now, on a stage that needs nothing of this one."""
-        worker, asks = self._worker, self._asks
-        if worker.request in asks.finishing or self.kind == "constant":
+        asks = self._asks
+        if self._worker.request in asks.finishing or self.kind == "constant":
             return True
+        if worker.timeline is not None and worker.timeline.is_settled:
+            return True
+        # Workers that share names are in the same step, so the one that runs knows which it is.
         opened = asks.clock.opened(worker.request)
         return self.owner < asks.stage or (opened is not None and self.step < opened)
 
-    def _check_may_park(self, in_torch: bool) -> None:
+    def _check_may_park(self, worker: Worker, in_torch: bool) -> None:
+        if worker.timeline is not None:
+            why = (
+                f"The call runs on stage {self.owner} later in the step. A block that shares names "
+                "with others cannot wait for it meanwhile: they would go on before it."
+            )
+            raise worker.alone(out_of_order(worker, self.visit, self._asks.where, why))
         if in_torch and not self._asks.may_park_in_torch:
-            refused = park_refused(self._worker, str(self.visit), self._asks.where)
-            raise self._worker.alone(refused)
+            raise worker.alone(park_refused(worker, str(self.visit), self._asks.where))
 
-    def _note(self, where: Where | None, asked: Sequence[Pending]) -> None:
+    def _note(self, worker: Worker, where: Where | None, asked: Sequence[Pending]) -> None:
         """Add what this pull has cost to the worker's records."""
-        pulls = self._worker.pulls
+        pulls = worker.pulls
         filename, line = ("", 0) if where is None else (where.filename, where.line)
         place = self.owner, self.location, line
         before = pulls.get(place)
@@ -166,5 +179,6 @@ class RemoteAsk:
 
     def echo(self, error: Exception) -> None:
         """Note that ``error`` comes late: the owner raised it at the line that meant it."""
-        if self._worker.is_current:
-            self._worker.alone(error, is_echo=True)
+        running = running_worker()
+        if running is not None and running.turns is self._asks:
+            running.alone(error, is_echo=True)

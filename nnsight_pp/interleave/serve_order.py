@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class ShuffledRequests:
     """Orders workers by request, in another random order each time.
 
+    Those that share names stay in the order of their blocks.
+
     Args:
         seed: Of the order.
     """
@@ -28,6 +30,11 @@ class ShuffledRequests:
 
     def __call__(self, workers: tuple[Worker, ...]) -> tuple[Worker, ...]:
         """Return ``workers`` in the order in which they are served now."""
-        requests = list(dict.fromkeys(worker.request for worker in workers))
-        self._random.shuffle(requests)
-        return tuple(sorted(workers, key=lambda worker: requests.index(worker.request)))
+        strangers = list(dict.fromkeys(_with_whom(worker) for worker in workers))
+        self._random.shuffle(strangers)
+        return tuple(sorted(workers, key=lambda worker: strangers.index(_with_whom(worker))))
+
+
+def _with_whom(worker: Worker) -> object:
+    """Return what a worker has in common with those among whom its place in the order counts."""
+    return worker.request if worker.timeline is None else worker.timeline

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nnsight_pp.core.ask import Join, Pull, Read, Step, Write
+from nnsight_pp.core.ask import Join, Pull, Read, Step, Turn, Write
 from nnsight_pp.core.location import Visit
 from nnsight_pp.errors import BarrierError, OutOfOrderError, ParkRefusedError, explain
 from nnsight_pp.interleave.worker import LoopCut
@@ -93,7 +93,7 @@ def unwind(worker: Worker, throw: Callable[[Worker, BaseException], None], ran: 
             throw(worker, out_of_order(worker, Visit(ask.location, ask.step), ran))
         elif isinstance(ask, Join):
             throw(worker, never_filled(worker, ask.barrier, ran))
-        elif isinstance(ask, (Read, Write)):
+        elif isinstance(ask, (Read, Write, Turn)):
             visit = Visit(ask.location, ask.visit)
             if worker.loop_depth and ask.visit > 0:
                 throw(worker, loop_warning(worker, str(visit)))

@@ -1,7 +1,9 @@
 """One value in one worker's hands: served, perhaps edited, and handed back to the model.
 
 An `OpenVisit` lives from the moment a location is reached until its worker asks for something
-else, parks or ends. Edits made in that window reach the model; later ones do not.
+else, parks or ends. Edits made in that window reach the model; later ones do not. A worker that
+waits at a barrier keeps its visit as long as the model stands at the location: others may be handed
+the value meanwhile, and all their edits land in the one `Handed`.
 """
 
 from __future__ import annotations
@@ -10,12 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
+from nnsight_pp.core.rows import Replacement
 from nnsight_pp.core.tree import leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nnsight_pp.core.protocols import Cut
+    from nnsight_pp.interleave.worker import Worker
 
 
 class View(NamedTuple):
@@ -30,11 +34,42 @@ class View(NamedTuple):
 
 
 @final
+class Handed:
+    """The value at which the model stands, with the edits of all who were handed it.
+
+    Attributes:
+        value: What the model goes on with.
+        visits: The windows on it of workers that share names, each with its worker.
+        is_over: Whether the model has gone on.
+    """
+
+    __slots__ = ("is_over", "value", "visits")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.visits: list[tuple[Worker, OpenVisit]] = []
+        self.is_over = False
+
+    def leave(self) -> Any:
+        """Note that the model goes on; return with what.
+
+        What a block has handed to another one may have been edited there.
+        """
+        for worker, visit in self.visits:
+            try:
+                visit.commit_and_stay()
+            except Exception as error:
+                worker.alone(error)
+        self.is_over = True
+        return self.value
+
+
+@final
 class OpenVisit:
     """A worker's window on one value.
 
     Args:
-        live: The value as the model computed it.
+        handed: The value at which the model stands.
         cut: How this request sees it.
     """
 
@@ -46,11 +81,11 @@ class OpenVisit:
         "_served",
         "_views",
         "_watched",
-        "live",
+        "handed",
     )
 
-    def __init__(self, live: Any, cut: Cut) -> None:
-        self.live = live
+    def __init__(self, handed: Handed, cut: Cut) -> None:
+        self.handed = handed
         self._cut = cut
         self._served: Any = None
         self._marks: Any = None
@@ -62,7 +97,7 @@ class OpenVisit:
     def give(self) -> Any:
         """Return the request's share of the value; the same object each time."""
         if not self._is_given:
-            self._served = self._cut.give(self.live)
+            self._served = self._cut.give(self.handed.value)
             self._marks = self._cut.marks(self._served)
             self._is_given = True
         return self._served
@@ -73,7 +108,7 @@ class OpenVisit:
         Raises:
             RowsError: It does not fit this request's rows. Nothing was changed.
         """
-        self._cut.check(self.live, value)
+        self._cut.check(self.handed.value, value)
         self._served = value
         self._is_given = self._is_assigned = True
 
@@ -117,14 +152,37 @@ class OpenVisit:
         return self.give()
 
     def commit(self) -> None:
-        """Put the worker's edits into `live`."""
+        """Put the worker's edits into what the model goes on with."""
         if self._views is not None:
             self.settle()
         if self._is_given:
-            self.live = self._cut.put(
-                self.live, self._served, self._marks, assigned=self._is_assigned
+            self.handed.value = self._cut.put(
+                self.handed.value, self._served, self._marks, assigned=self._is_assigned
             )
             self._is_given = self._is_assigned = False
+
+    def commit_read(self) -> None:
+        """Put the worker's edits into a value that others may edit yet; `Handed.leave` ends that.
+
+        What was assigned is a value of the block's own, and is not looked at again.
+        """
+        if self._views is not None:
+            self.settle()
+        if self._is_assigned:
+            self.commit()
+        else:
+            self.commit_and_stay()
+
+    def commit_and_stay(self) -> None:
+        """Put the worker's edits in; what is edited next is put in at the next commit."""
+        if self._views is not None:
+            self.settle()
+        was_given = self._is_given
+        self.commit()
+        if was_given and not isinstance(self.handed.value, Replacement):
+            self._marks = self._cut.marks(self._served)
+            self._is_given = True
+        self.watch_edits()
 
     def watch_edits(self) -> None:
         """Remember the value as it is now, after a `commit`."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from nnsight_pp.core.report import PullRecord
     from nnsight_pp.interleave.asks import Asks
     from nnsight_pp.interleave.randomness import Randomness
+    from nnsight_pp.interleave.timeline import Timeline
     from nnsight_pp.interleave.visit import OpenVisit
 
 
@@ -64,7 +65,8 @@ class ClosedEarly(NamedTuple):
 
     visit: OpenVisit
     edited: Visit
-    wait: Visit
+    # What was waited for, in words.
+    wait: str
 
 
 class _WorkerGreenlet(greenlet):
@@ -111,8 +113,10 @@ class Worker:
         "reached",
         "request",
         "saves",
+        "seat",
         "slot",
         "step",
+        "timeline",
         "trail",
         "turns",
         "unshared",
@@ -132,6 +136,10 @@ class Worker:
         randomness: Randomness | None = None,
     ) -> None:
         self.request = request
+        # Its block's place among those beside it: at one location they are served in that order.
+        self.seat = 0
+        # Only where its block shares names with others on an engine.
+        self.timeline: Timeline | None = None
         self.filename = filename
         self.slot = slot
         self._run = run
@@ -193,10 +201,11 @@ class Worker:
             self.failed_at = 2 * self.asked + isinstance(self.error, BlockError)
         elif self.error is not self.unshared:
             self.error = self.unshared
-            self.error.add_note(
-                "The block caught this error. It is raised anyway: other stages do not see it, and "
-                "would have gone another way."
-            )
+            if not self.is_echo:
+                self.error.add_note(
+                    "The block caught this error. It is raised anyway: other stages do not see it, "
+                    "and would have gone another way."
+                )
         self.has_ended = True
 
     def alone(self, error: Exception, *, at: int | None = None, is_echo: bool = False) -> Exception:
@@ -209,10 +218,14 @@ class Worker:
         """
         if self.unshared is None:
             self.unshared = error
+            if self.has_ended and self.error is None:
+                self.error = error
             self.failed_at = 2 * self.asked if at is None else 2 * at + 1
             if self.turns is not None and self.turns.link is not None:
                 text = f"{type(error).__name__}: {error}"
                 self.turns.link.fail(self.request, text)  # nobody waits for what never comes
+            if self.timeline is not None:
+                self.timeline.fail(self, error)
         if is_echo:
             self._echoes.append(error)
         return error
@@ -277,6 +290,10 @@ class Worker:
                 return True
             frame = frame.f_back
         return False
+
+    def shares_names_with(self, other: Worker) -> bool:
+        """Whether this worker's block may hold what ``other``'s has asked for."""
+        return self.timeline is not None and self.timeline is other.timeline
 
     def where(self) -> Where | None:
         """Return the block's line at which this worker is, or None when it is not known."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import builtins
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, final
 
 from nnsight_pp.core.block import Scope
+from nnsight_pp.errors import explain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from types import FrameType
+
+    from nnsight_pp.core.block import Block
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,11 @@ class Names:
     def scope(self) -> Scope:
         """Return a fresh scope for one run of the block."""
         return Scope(*self.around)
+
+    def beyond_siblings(self) -> Names:
+        """Return what is around the block without what blocks beside it bind."""
+        around = tuple(one for one in self.around if not isinstance(one, SiblingNames))
+        return Names(around, self.is_block)
 
     def look_up(self, names: Iterable[str]) -> dict[str, Any]:
         """Return the objects of those ``names`` that exist; builtins are left out."""
@@ -67,3 +75,68 @@ def _closed_over(frame: FrameType) -> dict[str, Any]:
         return {}
     found = {**_closed_over(outer), **outer.f_locals}
     return {name: found[name] for name in code.co_freevars if name in found}
+
+
+class Sibling(Protocol):
+    """One invoke, as the others of its trace see it."""
+
+    @property
+    def block(self) -> Block:
+        """Its text."""
+        ...
+
+    @property
+    def scope(self) -> Scope:
+        """What it has bound so far."""
+        ...
+
+    @property
+    def frame(self) -> int:
+        """The id of the frame in which it is written."""
+        ...
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has run to its end."""
+        ...
+
+
+@final
+class SiblingNames:
+    """The names that the other invokes of one trace have bound so far, if written in one frame.
+
+    An earlier invoke's name comes first, as in code that runs from top to bottom. A name that an
+    earlier one may still bind is not taken from around the trace: that would be a value that the
+    last run left there.
+
+    Args:
+        siblings: All invokes of the trace, in order.
+        position: Which of them looks names up.
+        frame: The id of the frame in which it is written.
+    """
+
+    __slots__ = ("_frame", "_position", "_siblings")
+
+    def __init__(self, siblings: Sequence[Sibling], position: int, frame: int) -> None:
+        self._siblings = siblings
+        self._position = position
+        self._frame = frame
+
+    def __getitem__(self, name: str) -> Any:
+        before = [one for one in self._siblings[: self._position] if one.frame == self._frame]
+        before.reverse()
+        after = self._siblings[self._position + 1 :]
+        for sibling in (*before, *(one for one in after if one.frame == self._frame)):
+            try:
+                return sibling.scope.own_name(name)
+            except KeyError:
+                continue
+        if any(name in one.block.binds() and not one.is_over for one in before):
+            raise NameError(
+                explain(
+                    f"{name!r} is bound by an earlier invoke, which has not come that far.",
+                    why="The blocks of a trace run side by side, each up to its next value.",
+                    todo="First read a value that the model computes later, or use another name.",
+                )
+            )
+        raise KeyError(name)

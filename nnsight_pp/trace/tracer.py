@@ -15,13 +15,19 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from nnsight_pp.core.location import RESULT
 from nnsight_pp.core.saved import SavedSet, active_saves
-from nnsight_pp.errors import BlockShapeError, ConfigurationError, EarlyStopException, explain
+from nnsight_pp.errors import (
+    BlockShapeError,
+    ConfigurationError,
+    EarlyStopException,
+    NotSupportedError,
+    explain,
+)
 from nnsight_pp.interleave.barrier import Barrier
 from nnsight_pp.interleave.worker import current_worker
 from nnsight_pp.trace.clean import raise_again
 from nnsight_pp.trace.deliver import deliver
 from nnsight_pp.trace.mount import savable
-from nnsight_pp.trace.names import Names, names_of
+from nnsight_pp.trace.names import Names, SiblingNames, names_of
 from nnsight_pp.trace.statement import BlockStatement
 from nnsight_pp.trace.step_block import StepChoice, StepLoop
 
@@ -86,6 +92,16 @@ class BlockTracer:
         worker = current_worker("`tracer.stop`")
         assert worker.turns is not None
         worker.turns.surface_for(worker, "`tracer.stop`")
+        if worker.timeline is not None:
+            raise NotSupportedError(
+                explain(
+                    "`tracer.stop` was called.",
+                    where=worker.where(),
+                    why="On an engine it ends one request, and this block shares names or a "
+                    "barrier with others.",
+                    todo="Give the request a smaller `max_tokens`.",
+                )
+            )
         raise EarlyStopException("`tracer.stop` ended the run")
 
     def barrier(self, count: int) -> Barrier:
@@ -141,47 +157,6 @@ class Invocation:
 def _bound_by(block: Block, scope: Scope) -> dict[str, Any]:
     binds = block.binds()
     return {name: value for name, value in scope.own().items() if name in binds}
-
-
-@final
-class SiblingNames:
-    """The names that the other invokes of one trace have bound so far, if written in one frame.
-
-    An earlier invoke's name comes first, as in code that runs from top to bottom. A name that an
-    earlier one may still bind is not taken from around the trace: that would be a value that the
-    last run left there.
-
-    Args:
-        invocations: All invokes of the trace.
-        position: Which of them looks names up.
-        frame: The id of the frame in which it is written.
-    """
-
-    __slots__ = ("_frame", "_invocations", "_position")
-
-    def __init__(self, invocations: list[Invocation], position: int, frame: int) -> None:
-        self._invocations = invocations
-        self._position = position
-        self._frame = frame
-
-    def __getitem__(self, name: str) -> Any:
-        before = [one for one in self._invocations[: self._position] if one.frame == self._frame]
-        before.reverse()
-        after = self._invocations[self._position + 1 :]
-        for invocation in (*before, *(one for one in after if one.frame == self._frame)):
-            try:
-                return invocation.scope.own_name(name)
-            except KeyError:
-                continue
-        if any(name in one.block.binds() and not one.is_over for one in before):
-            raise NameError(
-                explain(
-                    f"{name!r} is bound by an earlier invoke, which has not come that far.",
-                    why="The blocks of a trace run side by side, each up to its next value.",
-                    todo="First read a value that the model computes later, or use another name.",
-                )
-            )
-        raise KeyError(name)
 
 
 @final

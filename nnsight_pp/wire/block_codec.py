@@ -47,6 +47,7 @@ class BlockMessage:
         saved: Names whose objects were saved before the block began.
         seed: Seeds the numbers that the block draws, alike on every rank.
         grad_enabled: Grad mode of the user's thread at the `with`.
+        frame: Names the frame in which it is written: blocks of one frame share names.
     """
 
     trace: str
@@ -55,6 +56,7 @@ class BlockMessage:
     saved: tuple[str, ...] = ()
     grad_enabled: bool = True
     seed: int = 0
+    frame: int = 0
 
 
 class _Writer(cloudpickle.Pickler):
@@ -111,9 +113,18 @@ def encode_block(message: BlockMessage, name_of: Callable[[Any], Any]) -> bytes:
         message: The block and its names.
         name_of: Returns what stands for an object that exists on both sides, or None.
     """
+    return _encoded(message, name_of)
+
+
+def encode_blocks(messages: list[BlockMessage], name_of: Callable[[Any], Any]) -> bytes:
+    """Return ``messages`` as bytes; what is one object in several of them stays one."""
+    return _encoded(messages, name_of)
+
+
+def _encoded(value: Any, name_of: Callable[[Any], Any]) -> bytes:
     file = io.BytesIO()
     with _registry, ExitStack() as stack:
-        _Writer(file, name_of, stack).dump(message)
+        _Writer(file, name_of, stack).dump(value)
     return file.getvalue()
 
 
@@ -122,3 +133,10 @@ def decode_block(data: bytes, object_of: Callable[[Any], Any]) -> BlockMessage:
     message = _Reader(io.BytesIO(data), object_of).load()
     assert isinstance(message, BlockMessage)
     return message
+
+
+def decode_blocks(data: bytes, object_of: Callable[[Any], Any]) -> list[BlockMessage]:
+    """Return the messages of ``data``; ``object_of`` is the inverse of ``name_of``."""
+    messages = _Reader(io.BytesIO(data), object_of).load()
+    assert isinstance(messages, list)
+    return messages

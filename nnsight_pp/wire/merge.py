@@ -47,6 +47,7 @@ def merge_reports(reports: Sequence[Report]) -> Report:
         grown=_merge_names([report.grown for report in ordered], is_partial=is_partial),
         failure=failure,
         warnings=warnings,
+        results=ordered[0].results,
         statistics={str(report.stage): report.statistics for report in ordered},
     )
 

@@ -498,3 +498,35 @@ def weights_of_every_stage(b: Any) -> dict[str, Any]:
         ops.mlp(layers[20])[:] += first + 2 * last
         logits = ops.logits(model).save()
     return {"size": size, "row": row, "kept": kept, "early": early, "logits": logits}
+
+
+CORRUPT = "The Brandenburg Gate is located in the city of"
+
+
+@block
+def a_clean_run_patched_into_a_corrupt_one(b: Any) -> dict[str, Any]:
+    """On an engine one trace, whose invokes share names; here one trace after the other."""
+    layers, model, ops = b.layers, b.model, b.ops
+    places = [(3, 4), (12, -1), (22, 4), (28, -1)]
+    patched = {}
+    if b.name == "local":
+        clean = {}
+        with b.trace(PROMPT):
+            for layer, _ in places:
+                clean[layer] = ops.mlp(layers[layer]).clone().save()
+        for layer, position in places:
+            with b.trace(CORRUPT):
+                ops.mlp(layers[layer])[position] = clean[layer][position]
+                patched[layer] = ops.logits(model).save()
+        return patched
+    with model.trace(temperature=0.0, max_tokens=1) as tracer:
+        with tracer.invoke(PROMPT):
+            clean = {}
+            for index, _ in places:
+                clean[index] = ops.mlp(layers[index]).clone()
+        for layer, position in places:
+            with tracer.invoke(CORRUPT):
+                h = ops.mlp(layers[layer])
+                h[position] = clean[layer][position]
+                patched[layer] = ops.logits(model)
+    return patched

@@ -375,8 +375,12 @@ def test_options_and_prompts_are_checked_before_anything_runs(engine: Engine) ->
         with model.trace([PROMPT, SHORT], max_tokens=1):
             layers[3].output.save()
     with pytest.raises(NotSupportedError, match="n=2"):
-        with model.trace(PROMPT, n=2, max_tokens=1):
-            layers[3].output.save()
+        with model.trace(n=2, max_tokens=1) as tracer:
+            with tracer.invoke(PROMPT):
+                value = layers[3].output
+            with tracer.invoke(SHORT):
+                layers[4].output
+                again = value
     with pytest.raises(ValueError, match="maximum context length"):
         with model.trace("word " * 2000, max_tokens=1):
             layers[3].output.save()

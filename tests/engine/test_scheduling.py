@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.sampling_params import StructuredOutputsParams
 
 from engine.compare import assert_same
-from nnsight_pp import VLLM, NotSupportedError
+from nnsight_pp import VLLM
 
 STEPS = 70
 PROMPTS = ["one two three four", "a small river runs", "the last of the three prompts is longer"]
@@ -81,11 +82,86 @@ def test_a_steered_prompt_leaves_nothing_in_the_prefix_cache(model: VLLM) -> Non
     assert rows[0] != fresh.outputs[0].token_ids
 
 
-def test_stop_strings_are_refused_and_stop_ids_are_right(model: VLLM) -> None:
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("least", [0, 6])
+def test_a_loop_sees_the_rounds_up_to_a_stop_string(model: VLLM, include: bool, least: int) -> None:
+    options = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
+    whole = model.generate(PROMPTS[0], **options)[0].outputs[0]
+    texts = [model.tokenizer.decode([one]) for one in whole.token_ids]
+    # Two tokens make it, of which the second is not its own.
+    string = (texts[3] + texts[4])[1:]
+    options |= {"stop": [string], "include_stop_str_in_output": include, "min_tokens": least}
+    wanted = model.generate(PROMPTS[0], **options)[0].outputs[0]
+    assert string in whole.text
+    with pytest.warns(UserWarning, match="never reached"):
+        with model.trace(PROMPTS[0], **options) as tracer:
+            early, sampled = [].save(), [].save()
+            for _ in tracer.iter[:]:
+                early.append(model.model.layers[0].mlp.output.shape[0])
+                sampled.append(int(model.samples))
+    assert sampled == list(wanted.token_ids)
+    assert early == [early[0]] + [1] * (len(sampled) - 1)
+    with model.trace(PROMPTS[0], **options) as tracer:
+        out = tracer.result.save()
+    assert out.outputs[0].text == wanted.text
+    assert out.outputs[0].finish_reason == wanted.finish_reason
+    assert out.outputs[0].stop_reason == wanted.stop_reason
+    assert least or wanted.finish_reason == "stop"
+
+
+def test_each_sequence_of_a_prompt_has_a_block(model: VLLM) -> None:
     layers = list(model.model.layers)
-    with pytest.raises(NotSupportedError, match="stop strings"):
-        with model.trace(PROMPTS[0], max_tokens=8, stop=["x"]):
-            layers[0].output.save()
+    options = {"temperature": 1.0, "seed": 11, "max_tokens": 4, "ignore_eos": True, "n": 3}
+    prompt = "the same words again and again " * 8
+    wanted = model.generate(prompt, **options)[0].outputs
+    assert len({tuple(one.token_ids) for one in wanted}) == 3
+    drawn: list[Any] = []
+    with model.trace(prompt, **options) as tracer:
+        sampled = [].save()
+        drawn.append(float(torch.rand(())))
+        slab = layers[0].mlp.output.shape[0]
+        rows = torch.tensor(slab).save()
+        for _ in tracer.iter[:4]:
+            late = layers[-1].mlp.output
+            sampled.append(int(model.samples))
+        out = tracer.result.save()
+    assert sampled == [list(one.token_ids) for one in wanted]
+    assert [list(one.token_ids) for one in out.outputs] == sampled
+    assert [int(one) for one in rows] == [len(out.prompt_token_ids)] * 3
+    assert len(set(drawn)) == 3, "each draws its own numbers"
+    assert model.request_counts() == [0, 0]
+
+
+def test_an_error_in_one_sequence_is_raised(model: VLLM) -> None:
+    with pytest.raises(ZeroDivisionError):
+        with model.trace(PROMPTS[0], n=3, temperature=1.0, seed=5, max_tokens=2):
+            first = int(model.samples)
+            1 / 0
+    assert model.request_counts() == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "choice", [{"choice": ["red", "green", "blue"]}, {"regex": r"[0-9]{3}-[a-f]{2}"}]
+)
+def test_structured_output_is_the_engines_own(model: VLLM, choice: dict[str, Any]) -> None:
+    options = {
+        "temperature": 1.0,
+        "seed": 3,
+        "max_tokens": 12,
+        "structured_outputs": StructuredOutputsParams(**choice),
+    }
+    wanted = model.generate(PROMPTS[0], **options)[0].outputs[0]
+    with pytest.warns(UserWarning, match="never reached"):
+        with model.trace(PROMPTS[0], **options) as tracer:
+            sampled = [].save()
+            for _ in tracer.iter[:]:
+                model.model.layers[0].mlp.output[-1] += 0.0
+                sampled.append(int(model.samples))
+    assert sampled == list(wanted.token_ids)
+    assert wanted.text
+
+
+def test_stop_ids_are_right(model: VLLM) -> None:
     ids = model.generate(PROMPTS[0], temperature=0.0, max_tokens=6)[0].outputs[0].token_ids
     stop = ids[3]
     with pytest.warns(UserWarning, match="never reached"):

@@ -206,7 +206,6 @@ def test_notebook_uses_saves_in_a_later_cell_and_leaves_nothing(
         ("an empty prompt", "ValueError", "empty"),
         ("a list of prompts", "ValueError", "tracer.invoke(prompt)"),
         ("two prompts", "ValueError", "2 inputs"),
-        ("two sequences", "NotSupportedError", "n=2"),
     ],
 )
 def test_trace_refuses_and_the_engine_serves_on(

@@ -30,16 +30,19 @@ from nnsight_pp.core.rows import Rows, TokenCut
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.errors import OutOfOrderError
 from nnsight_pp.interleave import thread_state
+from nnsight_pp.interleave.barrier import Barrier
 from nnsight_pp.interleave.clock import StepClock
 from nnsight_pp.interleave.interleaver import Interleaver
 from nnsight_pp.interleave.randomness import Randomness, draws_of
 from nnsight_pp.interleave.serve_order import ShuffledRequests
 from nnsight_pp.interleave.steps import Steps
+from nnsight_pp.interleave.timeline import Timeline
 from nnsight_pp.interleave.worker import Worker, current_worker
 from nnsight_pp.parallel.lazy import LazyRemoteTensor, first_input, pick, with_first_input
 from nnsight_pp.parallel.memory_link import MemoryFabric, MemoryLink
 from nnsight_pp.parallel.owners import StageMap
 from nnsight_pp.parallel.pulled import OwnConstant
+from nnsight_pp.trace.names import SiblingNames
 
 if TYPE_CHECKING:
     from nnsight_pp.core.report import PullRecord
@@ -115,6 +118,8 @@ class Request:
     num_rows: int
     most_steps: int
     is_drawing: bool = False
+    # Requests of one company share names, ``bag`` and ``barrier``, and run in the same steps.
+    company: str = ""
 
 
 @dataclass
@@ -152,6 +157,29 @@ def stage_of(layer: int, num_stages: int) -> int:
 # ------------------------------------------------------------------ a stage
 
 
+@dataclass
+class BesideBlock:
+    """One block of a company, as the names of the others see it."""
+
+    block: Block
+    scope: Scope
+    worker: Worker
+    frame: int = 0
+
+    @property
+    def is_over(self) -> bool:
+        return self.worker.has_ended
+
+
+class StageCompany:
+    """Blocks that share names, on one stage."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
+        self.blocks: list[BesideBlock] = []
+        self.objects: dict[str, Any] = {"bag": [], "barrier": Barrier(2)}
+
+
 class Stage:
     """One stage: its thread, its interleaver, its layers."""
 
@@ -165,6 +193,7 @@ class Stage:
             layer for layer in range(NUM_LAYERS) if stage_of(layer, pipeline.num_stages) == number
         ]
         self.scopes: dict[str, Scope] = {}
+        self.companies: dict[str, StageCompany] = {}
         self.statistics: dict[str, int] = {}
         self.thread = threading.Thread(target=self._main, name=f"stage {number}", daemon=True)
 
@@ -204,11 +233,15 @@ class Stage:
         if self.number and (not self.pipeline.opens_early or self.random.random() < 0.5):
             activations = self.arriving.get(timeout=BOUND_S)
         for request, step, _ in batch:
+            if request.company:
+                continue
             if request.name not in self.scopes:
                 self._add(request)
             self.turns.catch_up(request.name)
             self.turns.open_step(request.name, step)
             self.pause()
+        for name in dict.fromkeys(request.company for request, _, _ in batch if request.company):
+            self._open_together(name, [one for one in batch if one[0].company == name])
         with torch.inference_mode():
             if self.number == 0:
                 activations = _embedded(batch)
@@ -224,6 +257,19 @@ class Stage:
             samples = self._sample(batch, value)
         self._close(batch)
         self.pipeline.sampled.put([int(sample) for sample in samples])
+
+    def _open_together(self, name: str, batch: list[tuple[Request, int, int]]) -> None:
+        batch = sorted(batch, key=lambda one: one[0].name)
+        if name not in self.companies:
+            company = self.companies[name] = StageCompany(Timeline(self.turns))
+            workers = [self._made(request, company) for request, _, _ in batch]
+            for worker in workers:
+                company.timeline.add(worker)
+        timeline = self.companies[name].timeline
+        timeline.settle()
+        self.pause()
+        timeline.open_step([request.name for request, _, _ in batch], batch[0][1])
+        self.pause()
 
     def _forward(self, value: Any) -> Any:
         for layer in self.layers:
@@ -265,8 +311,16 @@ class Stage:
         return next(w for w in self.turns.workers() if w.request == request.name)
 
     def _add(self, request: Request) -> None:
+        self.turns.add(self._made(request, None))
+
+    def _made(self, request: Request, company: StageCompany | None) -> Worker:
+        """Return the worker of ``request``, not started yet."""
+        shared: dict[str, Any] = {} if company is None else company.objects
+        beside = [] if company is None else [SiblingNames(company.blocks, len(company.blocks), 0)]
         scope = Scope(
+            *beside,
             {
+                **shared,
                 "L": [Place(layer_path(index)) for index in range(NUM_LAYERS)],
                 "model": Place("model"),
                 "ghost": Place(GHOST),
@@ -277,7 +331,7 @@ class Stage:
                 "numpy": numpy,
                 "rows": request.num_rows,
                 "OutOfOrderError": OutOfOrderError,
-            }
+            },
         )
         self.scopes[request.name] = scope
         block = Block(f"<{request.name}>", 2, request.source, "program")
@@ -291,15 +345,28 @@ class Stage:
         if request.is_drawing:
             draws = draws_of(code, scope)
             seed = random.Random(request.name).getrandbits(64)
-            own = Randomness(seed, python=draws.python, numpy=draws.numpy)
-            worker.randomness = OneAtATime(own)
-        self.turns.add(worker)
+            drawn = Randomness(seed, python=draws.python, numpy=draws.numpy)
+            worker.randomness = OneAtATime(drawn)
+        if company is not None:
+            worker.seat = len(company.blocks)
+            company.blocks.append(BesideBlock(block, scope, worker))
+        return worker
 
-    def collect(self, request: Request, outcome: list[int] | None, reports: Any) -> None:
-        """End ``request`` as the client's call does, and report."""
+    def collect(self, ended: list[tuple[Request, list[int]]], reports: Any) -> None:
+        """End requests, one or those of a company, as the client's call does, and report."""
         self.pause()
-        workers = self.turns.finish(request.name, outcome)
-        worker = workers[0]
+        company = self.companies.pop(ended[0][0].company, None)
+        if company is not None:
+            company.timeline.end()
+        for request, outcome in ended:
+            self.turns.finish(request.name, outcome)
+        found = [self._report(request) for request, _ in ended]
+        for request, _ in ended:
+            self.turns.drop(request.name)
+        reports.put(found)
+
+    def _report(self, request: Request) -> dict[str, Any]:
+        worker = self._worker(request)
         saved = dict.get(self.scopes.pop(request.name), "out")
         report = {
             "stage": self.number,
@@ -311,8 +378,7 @@ class Stage:
         }
         if worker.error is not None:
             report["error"] = (worker.is_echo, worker.failed_at, self.number, _place(worker))
-        self.turns.drop(request.name)
-        reports.put(report)
+        return report
 
 
 def _shippable(leaf: Any) -> Any:
@@ -407,10 +473,10 @@ class Pipeline:
 
     def _schedule(self, requests: list[Request]) -> dict[str, Outcome]:
         outcomes = {request.name: Outcome() for request in requests}
-        waiting = list(requests)
-        ready: list[Request] = []
-        in_flight: list[list[Request]] = []
-        done: list[Request] = []
+        waiting = _units(requests)
+        ready: list[list[Request]] = []
+        in_flight: list[list[list[Request]]] = []
+        done: list[list[Request]] = []
         while waiting or ready or in_flight or done:
             while waiting and self.random.random() < 0.7:
                 ready.append(waiting.pop(0))
@@ -419,30 +485,33 @@ class Pipeline:
                 size = self.random.randint(1, len(ready))
                 batch, ready = ready[:size], ready[size:]
                 in_flight.append(batch)
-                self._order("step", [(one, *_next(one, outcomes[one.name])) for one in batch])
+                members = [one for unit in batch for one in unit if not _is_over(one, outcomes)]
+                self._order("step", [(one, *_next(one, outcomes[one.name])) for one in members])
             elif in_flight:
                 batch = in_flight.pop(0)
-                for request, token in zip(batch, self._samples(), strict=True):
-                    tokens = outcomes[request.name].tokens
-                    tokens.append(token)
-                    is_over = token == 0 or len(tokens) >= request.most_steps
-                    (done if is_over else ready).append(request)
+                members = [one for unit in batch for one in unit if not _is_over(one, outcomes)]
+                for request, token in zip(members, self._samples(), strict=True):
+                    outcomes[request.name].tokens.append(token)
+                for unit in batch:
+                    is_over = all(_is_over(one, outcomes) for one in unit)
+                    (done if is_over else ready).append(unit)
             # The engine answers a call only when every step that it was given before is over.
             if done and not in_flight:
                 self._collect(done.pop(0), outcomes)
         return outcomes
 
-    def _collect(self, request: Request, outcomes: dict[str, Outcome]) -> None:
-        outcome = outcomes[request.name]
+    def _collect(self, unit: list[Request], outcomes: dict[str, Outcome]) -> None:
         reports: queue.Queue[Any] = queue.Queue()
-        self._order("collect", request, list(outcome.tokens), reports)
+        ended = [(request, list(outcomes[request.name].tokens)) for request in unit]
+        self._order("collect", ended, reports)
         parts = []
         for _ in self.stages:
             try:
                 parts.append(reports.get(timeout=BOUND_S))
             except queue.Empty:
                 raise AssertionError(f"stuck in collect\n{self.picture()}") from None
-        _merge(outcome, parts)
+        for request, found in zip(unit, zip(*parts, strict=True), strict=True):
+            _merge(outcomes[request.name], list(found))
 
     def _samples(self) -> list[int]:
         try:
@@ -472,6 +541,19 @@ class Pipeline:
                 if count:
                     found[f"stage {stage.number} {name}"] = count
         return found
+
+
+def _units(requests: list[Request]) -> list[list[Request]]:
+    """Return ``requests``, those of a company together."""
+    units: dict[str, list[Request]] = {}
+    for request in requests:
+        units.setdefault(request.company or f"alone {request.name}", []).append(request)
+    return [sorted(unit, key=lambda one: one.name) for unit in units.values()]
+
+
+def _is_over(request: Request, outcomes: dict[str, Outcome]) -> bool:
+    tokens = outcomes[request.name].tokens
+    return len(tokens) >= request.most_steps or (bool(tokens) and tokens[-1] == 0)
 
 
 def _next(request: Request, outcome: Outcome) -> tuple[int, int]:

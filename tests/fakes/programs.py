@@ -54,6 +54,7 @@ class Writer:
         mischief: How often a statement is out of order or raises.
         calls: How often a module is called or a weight read.
         draws: How often random numbers are drawn.
+        shared: How often it shares something with the programs beside it.
         words: How the program names what the model has.
     """
 
@@ -64,8 +65,10 @@ class Writer:
         mischief: float,
         calls: float = 0.0,
         draws: float = 0.0,
+        shared: float = 0.0,
         words: Toy | None = None,
     ) -> None:
+        self.shared = shared
         self.words = words or Toy()
         # Places of a step in model order: input and output of each layer, then logits, samples.
         self.num_places = 2 * self.words.num_layers + 2
@@ -131,6 +134,8 @@ class Writer:
             kinds = [(self.call, 3), (self.constant, 1)]
         elif self.draws and self.chance(self.draws):
             kinds = [(self.draw, 1)]
+        elif self.shared and self.chance(self.shared):
+            kinds = [(self.hand_over, 4), (self.take, 4), (self.meet, 0.2)]
         functions, weights = zip(*kinds, strict=True)
         self.random.choices(functions, weights)[0](depth)
 
@@ -282,6 +287,40 @@ class Writer:
         else:
             self.put(depth, "out.append(torch.randint(0, 99, (1,)))")
 
+    # -- lines that share ------------------------------------------------------------------------
+
+    def hand_over(self, depth: int) -> None:
+        """Bind a name that others look up, or put a value where they look."""
+        name = self.name()
+        if name is None:
+            self.read(depth)
+        elif self.chance(0.5):
+            self.put(depth, f"bag.append({self.random.choice([name, f'{name}[-1:]'])})")
+        else:
+            self.put(depth, f"shared_{self.random.randint(0, 1)} = {name}")
+
+    def take(self, depth: int) -> None:
+        """Look at what others have done by now, and use it."""
+        kind = self.random.choice(["count", "value", "edit", "name"])
+        if kind == "count":
+            self.put(depth, "out.append(len(bag))")
+        elif kind == "value":
+            fresh = self.fresh()
+            self.put(depth, f"{fresh} = bag[-1] if bag else torch.zeros(1, 3).double()")
+            self.names.append(fresh)
+            if self.chance(0.4):
+                self.put(depth, f"out.append({fresh}[-1])")
+        elif kind == "edit":
+            self.put(depth, f"if bag: bag[-1][-1] += {self.number()}")
+        else:
+            fresh = self.fresh()
+            self.put(depth, f"try: {fresh} = shared_{self.random.randint(0, 1)}")
+            self.put(depth, f"except NameError: {fresh} = torch.ones(1, 3).double()")
+            self.names.append(fresh)
+
+    def meet(self, depth: int) -> None:
+        self.put(depth, "barrier()")
+
     # -- lines that use --------------------------------------------------------------------------
 
     def number(self) -> str:
@@ -418,7 +457,14 @@ class Writer:
         self.put(depth, "if len(out) % 2: raise ValueError(len(out))")
 
 
-def program(seed: int, *, mischief: float = 0.06, calls: float = 0.0, draws: float = 0.0) -> str:
+def program(
+    seed: int,
+    *,
+    mischief: float = 0.06,
+    calls: float = 0.0,
+    draws: float = 0.0,
+    shared: float = 0.0,
+) -> str:
     """Return the source of one random block for the toy pipeline, indented as in a file."""
-    writer = Writer(random.Random(seed), mischief=mischief, calls=calls, draws=draws)
+    writer = Writer(random.Random(seed), mischief=mischief, calls=calls, draws=draws, shared=shared)
     return f"    out = []\n{writer.program()}"

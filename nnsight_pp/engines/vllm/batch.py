@@ -1,7 +1,9 @@
 """One run on an engine: blocks out with their requests, reports in, names bound.
 
 Each invocation is one request. They are checked and encoded before anything starts, generated in
-one batch, and collected together. A block that does nothing rides along as a plain request.
+one batch, and collected together. A block that does nothing rides along as a plain request. Those
+that depend on each other (`dependence`) are scheduled together: they are handed to the engine while
+its scheduler is paused. Where there are several such companies, each gets a batch of its own.
 """
 
 from __future__ import annotations
@@ -9,21 +11,30 @@ from __future__ import annotations
 import pickle
 import uuid
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
 from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
-from nnsight_pp.engines.vllm.ledger import apply_change
+from nnsight_pp.engines.vllm.company import Member
+from nnsight_pp.engines.vllm.dependence import companies_of
+from nnsight_pp.engines.vllm.outer import apply_change
 from nnsight_pp.engines.vllm.prompts import prompt_of, sampling_params
 from nnsight_pp.engines.vllm.root import name_of
+from nnsight_pp.engines.vllm.sequences import bound_by, by_sequence
+from nnsight_pp.engines.vllm.together import Room, paused, room_of
 from nnsight_pp.envoys.cache_view import CacheView
-from nnsight_pp.errors import ConfigurationError, EngineDiedError, InternalError, explain
+from nnsight_pp.errors import (
+    ConfigurationError,
+    EngineDiedError,
+    InternalError,
+    NotSupportedError,
+    explain,
+)
 from nnsight_pp.trace.raised import exception_of
-from nnsight_pp.wire.block_codec import BlockMessage, encode_block
-from nnsight_pp.wire.merge import merge_reports
+from nnsight_pp.wire.block_codec import BlockMessage, encode_block, encode_blocks
 from nnsight_pp.wire.report_codec import decode_reports
 
 if TYPE_CHECKING:
@@ -49,9 +60,8 @@ class End(NamedTuple):
     stop_reason: int | str | None
 
 
-def _end_of(output: Any) -> End:
-    first = output.outputs[0]
-    return End(len(first.token_ids), first.finish_reason, first.stop_reason)
+def _end_of(sequence: Any) -> End:
+    return End(len(sequence.token_ids), sequence.finish_reason, sequence.stop_reason)
 
 
 @dataclass(slots=True)
@@ -61,9 +71,19 @@ class _Request:
     invocation: Invocation
     trace: str
     prompt: dict[str, Any]
-    params: Any  # vLLM's SamplingParams
-    names: dict[str, Any]
-    is_plain: bool
+    options: dict[str, Any]
+    message: BlockMessage | None = None
+    params: Any = None  # vLLM's SamplingParams
+
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences its prompt is sampled for."""
+        return self.options.get("n") or 1
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has no block."""
+        return self.message is None
 
 
 @final
@@ -84,28 +104,68 @@ class Batch:
         self, root: Envoy, invocations: Sequence[Invocation], options: dict[str, Any]
     ) -> None:
         self._root = root
-        self._requests = [self._encoded(root, one, options) for one in invocations]
+        companies = companies_of(invocations)
+        depends = {number for members in companies for number in members}
+        self._requests = [
+            self._prepared(one, options, depends=number in depends)
+            for number, one in enumerate(invocations)
+        ]
+        # Those that depend on each other; what depends on nobody.
+        self._companies = [[self._requests[number] for number in one] for one in companies]
+        self._loose = [one for number, one in enumerate(self._requests) if number not in depends]
+        for request in self._loose:
+            self._encode([request], root)
+        for members in self._companies:
+            self._encode(members, root)
         # What each stage has pulled for the blocks of this run, once it is over.
         self.pulls: list[tuple[int, PullRecord]] = []
-        # How each request has ended.
+        # How each request has ended; one for each sequence.
         self.ends: list[End] = []
 
     @staticmethod
-    def _encoded(root: Envoy, invocation: Invocation, options: dict[str, Any]) -> _Request:
+    def _prepared(invocation: Invocation, options: dict[str, Any], *, depends: bool) -> _Request:
         trace = uuid.uuid4().hex
-        prompt = prompt_of(invocation.inputs, trace)
         merged = {**options, **invocation.kwargs}
+        request = _Request(invocation, trace, prompt_of(invocation.inputs, trace), merged)
         block = invocation.block
-        if block.does_nothing():
-            return _Request(invocation, trace, prompt, sampling_params(merged, None), {}, True)
-        names = invocation.names.look_up(block.reads())
-        saved = tuple(name for name, value in names.items() if value in invocation.saves)
-        # Drawn here, so that the user's `torch.manual_seed` decides what the block draws.
-        seed = int(torch.randint(1 << 62, ()).item())
-        message = BlockMessage(trace, block, names, saved, torch.is_grad_enabled(), seed)
-        data = encode_block(message, lambda obj: name_of(root, obj))
-        params = sampling_params(merged, pickle.dumps((trace, data)))
-        return _Request(invocation, trace, prompt, params, names, False)
+        if not block.does_nothing():
+            around = invocation.names.beyond_siblings() if depends else invocation.names
+            names = around.look_up(block.reads())
+            saved = tuple(name for name, value in names.items() if value in invocation.saves)
+            # Drawn here, so that the user's `torch.manual_seed` decides what the block draws.
+            seed = int(torch.randint(1 << 62, ()).item())
+            request.message = BlockMessage(
+                trace, block, names, saved, torch.is_grad_enabled(), seed, invocation.frame
+            )
+        return request
+
+    @staticmethod
+    def _encode(requests: list[_Request], root: Envoy) -> None:
+        """Give ``requests`` their parameters, with their blocks on board."""
+        messages = [one.message for one in requests if one.message is not None]
+        most = max(one.num_sequences for one in requests)
+        if len(requests) > 1 and most > 1:
+            raise NotSupportedError(
+                explain(
+                    f"n={most} sequences were asked for in an invoke that shares names with "
+                    "others.",
+                    why="Each sequence runs the block, and the others would not know whose names "
+                    "to use.",
+                    todo="Use one `tracer.invoke(prompt, seed=...)` for each sequence.",
+                )
+            )
+        data = [b""] * len(requests)
+        if len(requests) > 1:
+            # The first member carries all blocks, so that they share what is one object here.
+            data[0] = encode_blocks(messages, lambda obj: name_of(root, obj))
+        elif messages:
+            data[0] = encode_block(messages[0], lambda obj: name_of(root, obj))
+        company = uuid.uuid4().hex
+        for index, request in enumerate(requests):
+            member = Member(company, index, len(requests)) if len(requests) > 1 else None
+            payload = pickle.dumps((request.trace, data[index], member)) if messages else None
+            name = None if member is None else company
+            request.params = sampling_params(request.options, payload, name)
 
     def run(self, llm: Any, call: Callable[..., list[Any]]) -> BaseException | None:
         """Generate, collect, and fill what the invocations bound.
@@ -117,17 +177,21 @@ class Batch:
         Returns:
             The first exception that a block raised, or None.
         """
-        prompts = [request.prompt for request in self._requests]
-        params = [request.params for request in self._requests]
+        outputs: dict[str, Any] = {}
         try:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
+            waves = [*self._companies] or [[]]
+            for members in waves:
+                loose = self._loose if members is waves[-1] else []
+                outputs.update(_generate(llm, members, loose))
         except BaseException as error:
             self._give_up(llm, call, error)
             raise
-        self.ends = [_end_of(output) for output in outputs]
+        self.ends = [
+            _end_of(one) for request in self._requests for one in outputs[request.trace].outputs
+        ]
         wanted = [
-            (request.trace, pickle.dumps(output))
-            for request, output in zip(self._requests, outputs, strict=True)
+            (request.trace, pickle.dumps(outputs[request.trace]))
+            for request in self._requests
             if not request.is_plain
         ]
         return self._settle(_collect(call, wanted))
@@ -153,29 +217,85 @@ class Batch:
                 )
             ) from error
 
+    def _give_root(self, report: Report) -> None:
+        for leaf in leaves((report.saved, report.grown)):
+            if isinstance(leaf, CacheView):
+                leaf.belongs_to(self._root)
+
     def _settle(self, reports: dict[str, list[Report]]) -> BaseException | None:
         """Fill `Invocation.bound`, change outer objects, warn; return the first error."""
         first: BaseException | None = None
+        merged: dict[str, list[Report]] = {}
+        for request in self._requests:
+            if not request.is_plain and request.trace not in reports:
+                raise InternalError(f"no stage reported on trace {request.trace}")
+            if not request.is_plain:
+                merged[request.trace] = by_sequence(reports[request.trace])
+        for members in self._companies:
+            _fail_together([one.trace for one in members], merged)
         for request in self._requests:
             request.invocation.is_saved = True
-            if request.is_plain:
+            if request.message is None:
                 continue
-            if request.trace not in reports:
-                raise InternalError(f"no stage reported on trace {request.trace}")
-            report = merge_reports(reports[request.trace])
-            for leaf in leaves((report.saved, report.grown)):
-                if isinstance(leaf, CacheView):
-                    leaf.belongs_to(self._root)
-            request.invocation.bound = report.saved
-            for stage, found in report.statistics.items():
-                self.pulls += [(int(stage), record) for record in found.get("pulls", ())]
-            for name, change in report.grown.items():
-                apply_change(request.names[name], change)
-            for text in report.warnings:
+            sequences = merged[request.trace]
+            are_many = request.num_sequences > 1
+            request.invocation.bound = bound_by(sequences, are_many=are_many)
+            for report in sequences:
+                self._give_root(report)
+                for stage, found in report.statistics.items():
+                    self.pulls += [(int(stage), record) for record in found.get("pulls", ())]
+                for name, change in report.grown.items():
+                    apply_change(request.message.names[name], change)
+                if report.failure is not None and first is None:
+                    first = exception_of(report.failure)
+            for text in dict.fromkeys(text for one in sequences for text in one.warnings):
                 warnings.warn(text, UserWarning, stacklevel=7)
-            if report.failure is not None and first is None:
-                first = exception_of(report.failure)
         return first
+
+
+def _generate(llm: Any, members: list[_Request], loose: list[_Request]) -> dict[str, Any]:
+    """Return what vLLM says of all these, by trace; ``members`` begin in one step."""
+    requests = members + loose
+    prompts = [request.prompt for request in requests]
+    params = [request.params for request in requests]
+    if members:
+        with paused(llm):
+            llm.enqueue(prompts, params, use_tqdm=False)
+            _check_room(room_of(llm), len(members))
+        outputs = llm.wait_for_completion(use_tqdm=False)
+    else:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    return {one.trace: output for one, output in zip(requests, outputs, strict=True)}
+
+
+def _check_room(room: Room, num_requests: int) -> None:
+    """Raise where the first ``num_requests`` that wait do not fit into one step."""
+    needs = sum(room.prompt_tokens[:num_requests])
+    if needs <= room.most_tokens and num_requests <= room.most_requests:
+        return
+    raise ConfigurationError(
+        explain(
+            f"{num_requests} invokes that depend on each other have {needs} tokens; a step takes "
+            f"{room.most_requests} requests and {room.most_tokens} tokens.",
+            why="Blocks that use each other's names, or one barrier, must run in the same steps.",
+            todo="Build the engine with larger max_num_seqs and max_num_batched_tokens, or use "
+            "separate traces.",
+        )
+    )
+
+
+def _fail_together(traces: list[str], merged: dict[str, list[Report]]) -> None:
+    """Where one of these blocks has failed, leave nothing of the others: they have seen its names.
+
+    The first of them keeps the error: one that only repeats another comes last.
+    """
+    failures = [one.failure for trace in traces for one in merged[trace]]
+    found = [one for one in failures if one is not None]
+    if found:
+        failure = min(found, key=lambda one: one.is_echo)
+        for trace in traces:
+            report = merged[trace][0]
+            merged[trace] = [replace(report, saved={}, grown={}, failure=failure)]
 
 
 def _collect(

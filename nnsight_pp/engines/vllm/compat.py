@@ -19,8 +19,10 @@ from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.core.sched.scheduler import Scheduler as Scheduler
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.outputs import ModelRunnerOutput as ModelRunnerOutput
 from vllm.v1.request import RequestStatus as RequestStatus
 
@@ -36,6 +38,10 @@ _GROUP_NAMES = (
     "_PCP",
 )  # fmt: skip
 IS_CPU = current_platform.is_cpu()
+# Under this name a request carries its block in `SamplingParams.extra_args`.
+PAYLOAD = "nnsight_pp"
+# And under this one the name of those that must run in the same steps.
+COMPANY = "nnsight_pp_company"
 
 
 def worker_base() -> type:
@@ -189,6 +195,11 @@ def request_ids(output: Any) -> Iterable[str]:
     return output.num_scheduled_tokens
 
 
+def ended(output: Any) -> Iterable[str]:
+    """Return the ids of the requests that have ended since the step before."""
+    return output.finished_req_ids
+
+
 def new_requests(output: Any) -> list[Any]:
     """Return vLLM's data of the requests that are scheduled for the first time."""
     return output.scheduled_new_reqs
@@ -215,6 +226,31 @@ def scheduled(output: Any) -> list[Scheduled]:
         )
     ]
     return found
+
+
+def sequence_of(request: str) -> int:
+    """Return which of a prompt's sequences ``request`` is.
+
+    Source: vllm 0.32.0 v1/engine/parallel_sampling.py:ParentRequest.get_child_info puts the number
+    before the prompt's own id, which an offline engine counts (entrypoints/common/offline.py).
+    """
+    number, mark, _ = request.partition("_")
+    return int(number) if mark and number.isdigit() else 0
+
+
+def has_stop_strings(request: Any) -> bool:
+    """Whether ``request``, the scheduler's, has a block and strings at which it stops."""
+    params = request.sampling_params
+    return bool(params is not None and params.stop and PAYLOAD in (params.extra_args or ()))
+
+
+def text_of(config: Any, request: Any) -> Any:
+    """Return what finds the stop strings of ``request``, as vLLM's front end does.
+
+    Source: vllm 0.32.0 v1/engine/detokenizer.py:IncrementalDetokenizer.update returns the string.
+    """
+    tokenizer = cached_tokenizer_from_config(config.model_config)
+    return IncrementalDetokenizer.from_new_request(tokenizer, request)
 
 
 def batch_rows(runner: Any) -> list[tuple[str, int, int]]:

@@ -11,16 +11,23 @@ import torch
 from nnsight_pp.core.block import Scope
 from nnsight_pp.core.report import Report
 from nnsight_pp.core.rows import WholeCut
+from nnsight_pp.core.saved import SavedSet
+from nnsight_pp.engines.vllm import compat
+from nnsight_pp.engines.vllm.company import BesideBlock, Company, cut_prompt
+from nnsight_pp.engines.vllm.outer import change_of, copies_of, is_outer
 from nnsight_pp.errors import EarlyStopException, InternalError
 from nnsight_pp.interleave.randomness import Randomness, draws_of
+from nnsight_pp.interleave.timeline import Timeline
 from nnsight_pp.interleave.worker import Worker
-from nnsight_pp.wire.block_codec import BlockMessage, decode_block
+from nnsight_pp.trace.names import SiblingNames
+from nnsight_pp.wire.block_codec import BlockMessage, decode_block, decode_blocks
 from nnsight_pp.wire.report_codec import failure_of, without_remote
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nnsight_pp.core.protocols import Link, Switch
+    from nnsight_pp.engines.vllm.company import Member
     from nnsight_pp.interleave.interleaver import Interleaver
 
 
@@ -32,21 +39,27 @@ class TracedRequest:
         request: vLLM's own id; alike on every rank.
         trace: The client's name for it.
         prompt_len: Tokens of its prompt.
+        seat: Its place among those that depend on each other.
         message: The decoded block, or None when decoding failed.
         worker: The worker, or None likewise.
         scope: The names that the block has bound.
         before: The shipped lists, dicts, sets and tensors as they were before the block.
         error: What went wrong outside of the block.
+        is_echo: Whether it only repeats what went wrong in a request beside it.
+        company: The requests that depend on it and on which it depends, or None.
     """
 
     request: str
     trace: str
     prompt_len: int
+    seat: int = 0
     message: BlockMessage | None = None
     worker: Worker | None = None
     scope: Scope | None = None
     before: dict[str, Any] = field(default_factory=dict)
     error: BaseException | None = None
+    is_echo: bool = False
+    company: Company | None = None
 
     @property
     def is_over_early(self) -> bool:
@@ -85,6 +98,7 @@ class Ledger:
         self._stage = stage
         self._link = link
         self._requests: dict[str, TracedRequest] = {}
+        self.companies: dict[str, Company] = {}
 
     def get(self, request: str) -> TracedRequest | None:
         """Return the traced request of vLLM's id ``request``, or None for a plain one."""
@@ -101,41 +115,102 @@ class Ledger:
             # vLLM calls this in inference mode, whose tensors do not count their edits.
             with torch.inference_mode(False):
                 message = decode_block(data, self._object_of)
-            traced.message = message
-            message.block.show_in_tracebacks()
-            code = message.block.code()
-            scope = Scope(message.names)
-            traced.scope = scope
-            traced.before = _copies(message.names)
-            slot = self._switch.new_slot(message.grad_enabled)
-            draws = draws_of(code, message.names)
-            worker = Worker(
-                request,
-                lambda: exec(code, scope),
-                message.block.filename,
-                slot,
-                randomness=Randomness(message.seed, python=draws.python, numpy=draws.numpy),
-            )
-            for name in message.saved:
-                worker.saves.mark(message.names[name])
-            traced.worker = worker
+            traced.before = copies_of(message.names)
+            worker = self._worker(traced, message, Scope(message.names), SavedSet())
         except Exception as error:
             self.fail(traced, error)
         else:
             self._turns.add(worker)
         return traced
 
+    def _worker(
+        self, traced: TracedRequest, message: BlockMessage, scope: Scope, saves: SavedSet
+    ) -> Worker:
+        """Make the worker that runs the block of ``message`` for ``traced``."""
+        traced.message, traced.scope = message, scope
+        message.block.show_in_tracebacks()
+        code = message.block.code()
+        slot = self._switch.new_slot(message.grad_enabled)
+        draws = draws_of(code, message.names)
+        for name in message.saved:
+            saves.mark(message.names[name])
+        traced.worker = Worker(
+            traced.request,
+            lambda: exec(code, scope),
+            message.block.filename,
+            slot,
+            saves=saves,
+            randomness=Randomness(
+                message.seed + compat.sequence_of(traced.request),
+                python=draws.python,
+                numpy=draws.numpy,
+            ),
+        )
+        traced.worker.seat = traced.seat
+        return traced.worker
+
+    def add_member(
+        self, request: str, trace: str, prompt_len: int, data: bytes, member: Member
+    ) -> TracedRequest:
+        """Note a request that others depend on; `start` runs the blocks of all."""
+        company = self.companies.get(member.company)
+        if company is None:
+            company = Company(member.company, member.size, Timeline(self._turns))
+            self.companies[member.company] = company
+        traced = TracedRequest(request, trace, prompt_len, company=company, seat=member.index)
+        self._requests[request] = traced
+        company.members[member.index] = traced
+        company.data = data or company.data
+        return traced
+
+    def start(self, company: Company) -> None:
+        """Decode the blocks of ``company`` and start their workers, in the order of the blocks."""
+        company.is_started = True
+        members = company.in_order()
+        known: set[int] = set()
+        try:
+            # vLLM calls this in inference mode, whose tensors do not count their edits.
+            with torch.inference_mode(False):
+                messages = decode_blocks(company.data, self._object_of)
+            company.data = b""
+            for traced, message in zip(members, messages, strict=True):
+                names = SiblingNames(company.blocks, traced.seat, message.frame)
+                scope = Scope(names, message.names)
+                own = {name: one for name, one in message.names.items() if id(one) not in known}
+                known.update(map(id, own.values()))
+                traced.before = copies_of(own)
+                worker = self._worker(traced, message, scope, company.saves)
+                company.blocks.append(BesideBlock(message.block, scope, message.frame, worker))
+        except Exception as error:
+            self.fail(members[0], error)
+            return
+        for traced in members:
+            assert traced.worker is not None
+            company.timeline.add(traced.worker)
+
     def fail(self, traced: TracedRequest, error: BaseException) -> None:
-        """Note an error of ``traced`` that its block did not raise."""
+        """Note an error of ``traced`` that its block did not raise, and of all who depend on it."""
         if traced.error is None:
             traced.error = error
         if self._link is not None:
             self._link.fail(traced.request, f"{type(error).__name__}: {error}")
+        beside = [] if traced.company is None else traced.company.in_order()
+        for other in beside:
+            if other.error is None:
+                other.error, other.is_echo = error, True
+                if self._link is not None:
+                    self._link.fail(other.request, f"{type(error).__name__}: {error}")
 
     def fail_worker(self, worker: Worker, error: BaseException) -> None:
         """Note an error of the request of ``worker`` that its block did not raise."""
         traced = self._requests.get(worker.request)
         if traced is not None:
+            self.fail(traced, error)
+
+    def check_whole(self, traced: TracedRequest, item: compat.Scheduled, ran: str) -> None:
+        """Refuse a prompt that the scheduler has cut into pieces."""
+        error = cut_prompt(traced.prompt_len, item, ran)
+        if error is not None:
             self.fail(traced, error)
 
     def of_trace(self, trace: str) -> list[TracedRequest]:
@@ -148,19 +223,50 @@ class Ledger:
             if traced.worker is not None:
                 traced.worker.cut = WholeCut()  # what is left to read is the result, as it is
             self._turns.finish(traced.request, result)
-            report = self._report(traced)
+            report = self._report(traced, result)
         except Exception:
             failure = failure_of(InternalError(traceback.format_exc()), "", self._stage, 0)
             report = Report(traced.request, self._stage, traced.trace, failure=failure)
         self.forget(traced)
         return report
 
+    def close_company(self, company: Company, results: dict[str, Any]) -> list[Report]:
+        """End the requests of ``company``, forget them, and return this stage's reports of them.
+
+        What one has asked for may be brought for another: all end before any is forgotten.
+
+        Args:
+            company: Requests that depend on each other.
+            results: By the client's name of a request.
+        """
+        members = company.in_order()
+        reports = []
+        try:
+            for traced in members:
+                if traced.worker is not None:
+                    traced.worker.cut = WholeCut()
+            company.timeline.end()
+            for traced in members:
+                self._turns.finish(traced.request, results.get(traced.trace))
+            reports = [self._report(one, results.get(one.trace)) for one in members]
+        except Exception:
+            failure = failure_of(InternalError(traceback.format_exc()), "", self._stage, 0)
+            reports = [
+                Report(traced.request, self._stage, traced.trace, failure=failure)
+                for traced in members
+            ]
+        for traced in members:
+            self.forget(traced)
+        return reports
+
     def forget(self, traced: TracedRequest) -> None:
         """Drop ``traced`` and everything of it on this rank."""
         self._requests.pop(traced.request, None)
         self._turns.drop(traced.request)
+        if traced.company is not None:
+            self.companies.pop(traced.company.name, None)
 
-    def _report(self, traced: TracedRequest) -> Report:
+    def _report(self, traced: TracedRequest, result: Any) -> Report:
         worker, message, scope = traced.worker, traced.message, traced.scope
         error = traced.error
         if error is None and worker is not None:
@@ -169,10 +275,13 @@ class Ledger:
         if error is not None and not isinstance(error, EarlyStopException):
             failed_at = worker.failed_at if worker is not None else 0
             is_echo = worker.is_echo if worker is not None else False
+            is_echo = is_echo or (error is traced.error and traced.is_echo)
             failure = failure_of(error, traced.filename, self._stage, failed_at, is_echo=is_echo)
         if worker is None or message is None or scope is None:
             return Report(traced.request, self._stage, traced.trace, failure=failure)
-        shipped = {id(value) for value in message.names.values() if _is_outer(value)}
+        beside = [traced] if traced.company is None else traced.company.in_order()
+        messages = [one.message for one in beside if one.message is not None]
+        shipped = {id(value) for one in messages for value in one.names.values() if is_outer(value)}
         own = scope.own()
         saved = {
             name: without_remote(own[name])
@@ -181,7 +290,7 @@ class Ledger:
         }
         grown = {}
         for name, before in traced.before.items():
-            change = _change(before, message.names[name])
+            change = change_of(before, message.names[name])
             if change is not None:
                 grown[name] = without_remote(change)
         return Report(
@@ -192,68 +301,7 @@ class Ledger:
             grown,
             failure,
             () if failure is not None else tuple(worker.warnings),
-            (worker.asked, worker.trail),
-            {"pulls": tuple(worker.pulls.values())},
+            trail=(worker.asked, worker.trail),
+            results=tuple(name for name in saved if own[name] is result),
+            statistics={"pulls": tuple(worker.pulls.values())},
         )
-
-
-def _is_outer(value: Any) -> bool:
-    return type(value) in (list, dict, set) or isinstance(value, torch.Tensor)
-
-
-def _copies(names: dict[str, Any]) -> dict[str, Any]:
-    """Return what is needed to tell later how the block changed objects from around it."""
-    found: dict[str, Any] = {}
-    for name, value in names.items():
-        if isinstance(value, torch.Tensor):
-            found[name] = (value, value._version)
-        elif type(value) in (list, dict, set):
-            found[name] = value.copy()
-    return found
-
-
-def _change(before: Any, after: Any) -> Any:
-    """Return how a list, dict, set or tensor has changed, or None.
-
-    A list: ``("list", {index: item}, tail)``, or ``("list=", items)`` when it got shorter.
-    """
-    if isinstance(after, torch.Tensor):
-        return ("tensor", after) if after._version != before[1] else None
-    if isinstance(after, list):
-        if len(after) < len(before):
-            return ("list=", list(after))
-        slots = {
-            index: after[index] for index, item in enumerate(before) if after[index] is not item
-        }
-        tail = after[len(before) :]
-        return ("list", slots, tail) if slots or tail else None
-    if isinstance(after, dict):
-        changed = {
-            key: value
-            for key, value in after.items()
-            if key not in before or before[key] is not value
-        }
-        gone = [key for key in before if key not in after]
-        return ("dict", changed, gone) if changed or gone else None
-    return ("set", sorted(after, key=repr)) if after != before else None
-
-
-def apply_change(target: Any, change: Any) -> None:
-    """Make on the client's object the change that a block made on a rank's copy of it."""
-    kind, *parts = change
-    if kind == "tensor":
-        with torch.no_grad():
-            target.copy_(parts[0])
-    elif kind == "list=":
-        target[:] = parts[0]
-    elif kind == "list":
-        for index, item in parts[0].items():
-            target[index] = item
-        target.extend(parts[1])
-    elif kind == "dict":
-        target.update(parts[0])
-        for key in parts[1]:
-            target.pop(key, None)
-    else:
-        target.clear()
-        target.update(parts[0])

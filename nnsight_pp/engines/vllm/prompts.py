@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from vllm import SamplingParams
 
-from nnsight_pp.engines.vllm.whole_prompts import PAYLOAD
-from nnsight_pp.errors import ConfigurationError, NotSupportedError, explain
+from nnsight_pp.engines.vllm.compat import COMPANY, PAYLOAD
+from nnsight_pp.errors import ConfigurationError, explain
 
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
@@ -69,12 +69,18 @@ def _ids(prompt: Any) -> list[int]:
     return list(ids)
 
 
-def sampling_params(options: dict[str, Any], payload: bytes | None) -> SamplingParams:
+def sampling_params(
+    options: dict[str, Any], payload: bytes | None, company: str | None = None
+) -> SamplingParams:
     """Return vLLM's parameters for ``options``, with a block's bytes on board.
+
+    Args:
+        options: The parameters by name.
+        payload: The block.
+        company: Names those that must run in the same steps.
 
     Raises:
         TypeError: An option that vLLM does not know; the message names it.
-        NotSupportedError: More than one sequence for a prompt with a block.
     """
     known = {_RENAMED.get(name, name): value for name, value in options.items()}
     unknown = sorted(set(known) - set(SamplingParams.__struct_fields__))
@@ -82,22 +88,9 @@ def sampling_params(options: dict[str, Any], payload: bytes | None) -> SamplingP
         raise TypeError(f"vLLM's SamplingParams have no {', '.join(map(repr, unknown))}")
     if payload is not None:
         if known.get("n", 1) != 1:
-            raise NotSupportedError(
-                explain(
-                    f"n={known['n']} sequences were asked for in a trace.",
-                    why="A block runs beside one sequence.",
-                    todo="Use one `tracer.invoke(prompt, seed=...)` for each sequence.",
-                )
-            )
-        if known.get("stop"):
-            raise NotSupportedError(
-                explain(
-                    f"The stop strings {known['stop']!r} were given to a trace.",
-                    why="vLLM finds them in its front end, when the engine may already have run "
-                    "further steps, and the block would have seen those too.",
-                    todo="Use stop_token_ids, or `break` out of the loop.",
-                )
-            )
+            # The sequences share the salt, and each block must see the whole prompt.
+            known["skip_reading_prefix_cache"] = True
         # Bytes only: anything else in here kills the engine or arrives as something else.
-        known["extra_args"] = {**(known.get("extra_args") or {}), PAYLOAD: payload}
+        own = {PAYLOAD: payload} if company is None else {PAYLOAD: payload, COMPANY: company}
+        known["extra_args"] = {**(known.get("extra_args") or {}), **own}
     return SamplingParams(**known)

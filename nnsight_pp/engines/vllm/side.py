@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, final
 from nnsight_pp.core.location import LOGITS, SAMPLES, Location
 from nnsight_pp.core.rows import Rows, TokenCut
 from nnsight_pp.engines.vllm import compat
-from nnsight_pp.engines.vllm.whole_prompts import PAYLOAD
-from nnsight_pp.errors import BlockError, ConfigurationError, InternalError, explain
+from nnsight_pp.errors import BlockError, InternalError, explain
 from nnsight_pp.wire.parcel import Parcel
 from nnsight_pp.wire.report_codec import encode_reports
 
@@ -88,6 +87,8 @@ class RankSide:
 
         Cost: where nobody traces, one look at each request that is new.
         """
+        for company in self._ledger.companies.values():
+            company.ended.update(compat.ended(output))
         is_known = len(self._ledger) > 0 and any(
             self._ledger.get(request) is not None for request in compat.request_ids(output)
         )
@@ -100,6 +101,7 @@ class RankSide:
         """Take in new requests, bring awaited values, and open the step of each traced request."""
         self._batch = []
         self._in_step = []
+        together: dict[str, list[tuple[TracedRequest, compat.Scheduled]]] = {}
         for item in compat.scheduled(output):
             traced = self._ledger.get(item.request)
             try:
@@ -110,43 +112,49 @@ class RankSide:
                 self._in_step.append(traced)
                 if traced.error is not None:
                     continue
+                if traced.company is not None:
+                    together.setdefault(traced.company.name, []).append((traced, item))
+                    continue
                 self._batch.append((traced, item.step))
                 self._num_resumed += item.is_resumed
                 self._turns.catch_up(item.request)
-                self._check_whole(traced, item)
+                self._ledger.check_whole(traced, item, str(self.place))
                 if traced.error is None:
                     self._turns.open_step(item.request, item.step)
             except Exception as error:
                 self._broke("opening a step", error, traced)
+        for members in together.values():
+            try:
+                self._open_together(sorted(members, key=lambda member: member[0].seat))
+            except Exception as error:
+                self._broke("opening a step", error, *[traced for traced, _ in members])
+
+    def _open_together(self, members: list[tuple[TracedRequest, compat.Scheduled]]) -> None:
+        """Do for the requests of one company, which are in order, what others get one by one."""
+        company = members[0][0].company
+        assert company is not None
+        refusal = company.refusal([item for _, item in members], str(self.place))
+        if refusal is not None:
+            self._ledger.fail(members[0][0], refusal)
+            return
+        if not company.is_started:
+            self._ledger.start(company)
+        company.timeline.settle()
+        for traced, item in members:
+            self._num_resumed += item.is_resumed
+            self._ledger.check_whole(traced, item, str(self.place))
+        if all(traced.error is None for traced, _ in members):
+            self._batch += [(traced, item.step) for traced, item in members]
+            company.timeline.open_step([one.request for one, _ in members], members[0][1].step)
 
     def _take_in(self, item: compat.Scheduled) -> TracedRequest | None:
         payload = _payload(item.new)
         if payload is None:
             return None
-        trace, data = pickle.loads(payload)
+        trace, data, member = pickle.loads(payload)
+        if member is not None:
+            return self._ledger.add_member(item.request, trace, item.new.prompt_len, data, member)
         return self._ledger.add(item.request, trace, item.new.prompt_len, data)
-
-    def _check_whole(self, traced: TracedRequest, item: compat.Scheduled) -> None:
-        """Refuse a prompt that the scheduler has cut into pieces."""
-        wanted = traced.prompt_len + item.step
-        if item.num_computed + item.num_tokens >= wanted and (
-            item.step > 0 or item.num_computed == 0
-        ):
-            return
-        self._ledger.fail(
-            traced,
-            ConfigurationError(
-                explain(
-                    f"The prompt of {traced.prompt_len} tokens was split across steps by chunked "
-                    f"prefill or the prefix cache: {item.num_tokens} tokens after "
-                    f"{item.num_computed} computed ones.",
-                    why="A block must never take a piece of a prompt for the whole.",
-                    todo="Build the engine without max_num_scheduled_tokens, or with "
-                    "max_num_batched_tokens of at least the longest prompt.",
-                    ran=str(self.place),
-                )
-            ),
-        )
 
     # -- in the forward ------------------------------------------------------------------------
 
@@ -246,11 +254,15 @@ class RankSide:
                 was aborted.
         """
         reports: list[Report] = []
-        for trace, result in wanted:
-            value = None if result is None else pickle.loads(result)
-            reports += [
-                self._ledger.close(traced, value) for traced in self._ledger.of_trace(trace)
-            ]
+        values = {
+            trace: None if result is None else pickle.loads(result) for trace, result in wanted
+        }
+        for trace, value in values.items():
+            for traced in self._ledger.of_trace(trace):
+                if traced.company is None:
+                    reports.append(self._ledger.close(traced, value))
+                else:
+                    reports += self._ledger.close_company(traced.company, values)
         return encode_reports(reports, self._parcel) if self.place.is_lead else b""
 
     def fetch(self, is_wanted: bool) -> bytes:
@@ -287,4 +299,4 @@ class RankSide:
 def _payload(new: Any) -> bytes | None:
     """Return what a new request carries for us, from vLLM's data of it."""
     extra = None if new.sampling_params is None else new.sampling_params.extra_args
-    return None if not extra else extra.get(PAYLOAD)
+    return None if not extra else extra.get(compat.PAYLOAD)

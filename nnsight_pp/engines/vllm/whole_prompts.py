@@ -16,9 +16,6 @@ from typing import Any
 
 from nnsight_pp.engines.vllm import compat
 
-# What a request's `extra_args` hold for us, by this name.
-PAYLOAD = "nnsight_pp"
-
 
 class WholePromptScheduler(compat.Scheduler):
     """See the module's text."""
@@ -38,7 +35,7 @@ class WholePromptScheduler(compat.Scheduler):
         budget = self.max_num_scheduled_tokens
         total = min(self._most, budget + wanted)
         # Invariant: what is left here is never more than what vLLM's own loop has left.
-        self._left, self._left_for_others = total, min(budget, total - wanted)
+        self._left, self._left_for_others = total, max(0, min(budget, total - wanted))
         self._has_grown, self.max_num_scheduled_tokens = True, total
         try:
             return super().schedule(*args, **kwargs)
@@ -46,11 +43,23 @@ class WholePromptScheduler(compat.Scheduler):
             self._has_grown, self.max_num_scheduled_tokens = False, budget
 
     def _next_whole(self) -> int:
-        """Return the tokens of the prompt with a block that is next in the queue, or 0."""
+        """Return the tokens of the prompt with a block that is next in the queue, or 0.
+
+        With those of the prompts that must run in the same steps.
+        """
         if not self.waiting or len(self.running) >= self.max_num_active_reqs:
             return 0
         request = self.waiting.peek_request()
-        return request.num_tokens if self._is_whole(request) else 0
+        if not self._is_whole(request):
+            return 0
+        company = request.sampling_params.extra_args.get(compat.COMPANY)
+        if company is None:
+            return request.num_tokens
+        return sum(
+            one.num_tokens
+            for one in self.waiting
+            if self._is_whole(one) and one.sampling_params.extra_args.get(compat.COMPANY) == company
+        )
 
     def _is_whole(self, request: Any) -> bool:
         """Whether ``request`` must run in one step, and can."""
@@ -58,7 +67,7 @@ class WholePromptScheduler(compat.Scheduler):
         return (
             params is not None
             and bool(params.extra_args)
-            and PAYLOAD in params.extra_args
+            and compat.PAYLOAD in params.extra_args
             and request.num_tokens <= self._most
             # These are cut by rules of their own; the ranks refuse a piece of a prompt.
             and not request.has_encoder_inputs

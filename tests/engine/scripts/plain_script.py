@@ -47,7 +47,6 @@ for what, prompts, options in (
     ("an empty prompt", [""], {}),
     ("a list of prompts", [["one", "two"]], {}),
     ("two prompts", ["one", "two"], {}),
-    ("two sequences", ["one"], {"n": 2}),
 ):
     try:
         with model.trace(*prompts, **options) as tracer:

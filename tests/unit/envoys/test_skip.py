@@ -7,7 +7,7 @@ from fakes.nets import WIDTH, Net, batch
 from nnsight_pp import NNsight, OutOfOrderError, RowsError
 from nnsight_pp.core.rows import Replacement, Rows
 from nnsight_pp.engines.hf.beam_cut import BeamCut
-from nnsight_pp.interleave.visit import OpenVisit
+from nnsight_pp.interleave.visit import Handed, OpenVisit
 
 X = batch(2)
 
@@ -118,9 +118,10 @@ def test_a_skip_for_some_rows_is_refused(model):
 
 def test_rows_of_a_beam_search_are_skipped_together():
     offered = Replacement()
+    handed = Handed(offered)
     for start, value in ((0, 1.0), (1, 2.0)):
         cut = BeamCut(Rows(start, 1, 2), {1, 3})
-        visit = OpenVisit(offered, cut)
+        visit = OpenVisit(handed, cut)
         visit.assign(torch.full((3, WIDTH), value))
         visit.commit()
     assert offered.whole("model.head")[:, 0].tolist() == [1, 1, 1, 2, 2, 2]

@@ -1,0 +1,303 @@
+"""What a block may share with the blocks beside it, read from its text.
+
+Blocks of one trace depend on each other where one may look up a name before it has bound it itself,
+and another binds it; or where one changes an object that another looks at. `uses_of` says what a
+block may do with each name. Where the text leaves it open, the answer is yes: then the blocks are
+run together, which is right for any blocks. One thing is taken for granted: a `for` loop that binds
+a name runs its body, so that what it binds is the block's own afterwards.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+# Methods that put something into an object and tell nothing of it.
+_PUTTING = frozenset({"append", "extend", "add", "update", "save"})
+_LIBRARIES = frozenset({"torch", "F", "numpy", "np", "math", "einops"})
+# Methods that change it and may tell what it was.
+_CHANGING = frozenset(
+    {"insert", "pop", "popitem", "remove", "clear", "sort", "reverse", "setdefault", "discard"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """What a block may do with the names around it.
+
+    Attributes:
+        early: Names that it may look up before it has bound them itself.
+        put: Names into whose object it may put something.
+        seen: Names whose object it may look at.
+        handed: Names whose object it may hand to a function, which may do either.
+    """
+
+    early: frozenset[str] = frozenset()
+    put: frozenset[str] = frozenset()
+    seen: frozenset[str] = frozenset()
+    handed: frozenset[str] = frozenset()
+
+
+def uses_of(module: ast.Module) -> Uses:
+    """Return what the block ``module`` may do with each name."""
+    flow = _Flow()
+    flow.run(module.body, set())
+    touches = _Touches()
+    touches.visit(module)
+    return Uses(
+        frozenset(flow.early),
+        frozenset(touches.put),
+        frozenset(touches.seen),
+        frozenset(touches.handed),
+    )
+
+
+# ------------------------------------------------------------------------- what is looked up early
+
+
+@final
+class _Flow:
+    """Follows a block from statement to statement with the names that are bound by then."""
+
+    def __init__(self) -> None:
+        self.early: set[str] = set()
+
+    def run(self, body: Sequence[ast.stmt], bound: set[str]) -> set[str] | None:
+        """Return what is bound behind ``body``, or None where nothing runs there."""
+        now: set[str] | None = set(bound)
+        for statement in body:
+            if now is None:
+                break
+            now = self._statement(statement, now)
+        return now
+
+    def _look(self, nodes: Sequence[ast.AST | None], bound: set[str]) -> None:
+        for node in nodes:
+            if node is not None:
+                given = set(_walrus(node))
+                self.early |= _looked_up(node) - bound - given
+                bound |= given
+
+    def _statement(self, node: ast.stmt, bound: set[str]) -> set[str] | None:
+        if isinstance(node, (ast.Break, ast.Continue)):
+            return None
+        if isinstance(node, ast.Raise):
+            self._look([node.exc, node.cause], bound)
+            return None
+        if isinstance(node, ast.If):
+            self._look([node.test], bound)
+            return _both(self.run(node.body, bound), self.run(node.orelse, bound))
+        if isinstance(node, (ast.For, ast.AsyncFor)):
+            self._look([node.iter], bound)
+            inside = bound | _targets(node.target)
+            after = self.run(node.body, inside)
+            behind = inside if after is None else after
+            return self.run(node.orelse, behind) or behind
+        if isinstance(node, ast.While):
+            self._look([node.test], bound)
+            self.run(node.body, bound)
+            return self.run(node.orelse, bound) or bound
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            for item in node.items:
+                self._look([item.context_expr], bound)
+                bound |= _targets(item.optional_vars)
+            return self.run(node.body, bound)
+        if isinstance(node, (ast.Try, ast.TryStar)):
+            return self._try(node, bound)
+        if isinstance(node, ast.Match):
+            self._look([node.subject], bound)
+            for case in node.cases:
+                inside = bound | _captures(case.pattern)
+                self._look([case.pattern, case.guard], inside)
+                self.run(case.body, inside)
+            return bound
+        return self._simple(node, bound)
+
+    def _try(self, node: ast.Try | ast.TryStar, bound: set[str]) -> set[str] | None:
+        after = self.run(node.body, bound)
+        if after is not None:
+            after = self.run(node.orelse, after)
+        for handler in node.handlers:
+            self._look([handler.type], bound)
+            named = {handler.name} if handler.name else set()
+            after = _both(after, self.run(handler.body, bound | named))
+        last = self.run(node.finalbody, bound)
+        return None if after is None or last is None else after | last
+
+    def _simple(self, node: ast.stmt, bound: set[str]) -> set[str]:
+        if isinstance(node, ast.AugAssign):
+            self._look([node.value, node.target], bound)
+            if isinstance(node.target, ast.Name):
+                self.early |= {node.target.id} - bound
+        elif isinstance(node, ast.Delete):
+            names = {one.id for one in node.targets if isinstance(one, ast.Name)}
+            self.early |= names - bound
+            self._look([one for one in node.targets if not isinstance(one, ast.Name)], bound)
+            return bound - names
+        else:
+            self._look([node], bound)
+        return bound | _targets(node)
+
+
+def _both(one: set[str] | None, other: set[str] | None) -> set[str] | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return one & other
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield ``node`` and what is below it, but nothing inside a scope of its own."""
+    yield node
+    if not isinstance(node, (*_SCOPES, *_COMPREHENSIONS)):
+        for child in ast.iter_child_nodes(node):
+            yield from _own_nodes(child)
+
+
+def _walrus(node: ast.AST) -> Iterator[str]:
+    for one in ast.walk(node):
+        if isinstance(one, ast.NamedExpr) and isinstance(one.target, ast.Name):
+            yield one.target.id
+
+
+def _looked_up(node: ast.AST) -> set[str]:
+    """Return the names that ``node`` looks up around itself, now or when it is called."""
+    found: set[str] = set()
+    for one in _own_nodes(node):
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load):
+            found.add(one.id)
+        elif isinstance(one, (*_SCOPES, *_COMPREHENSIONS)):
+            below = list(ast.walk(one))
+            own = {
+                inner.id
+                for inner in below
+                if isinstance(inner, ast.Name) and not isinstance(inner.ctx, ast.Load)
+            }
+            own |= {inner.arg for inner in below if isinstance(inner, ast.arg)}
+            declared = {
+                name
+                for inner in below
+                if isinstance(inner, (ast.Global, ast.Nonlocal))
+                for name in inner.names
+            }
+            loads = {
+                inner.id
+                for inner in below
+                if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load)
+            }
+            # A class body looks around itself before it binds; a function does not.
+            found |= loads if isinstance(one, ast.ClassDef) else loads - (own - declared)
+            found |= declared
+    return found
+
+
+def _targets(node: ast.AST | None) -> set[str]:
+    """Return the names that ``node`` binds, without those of scopes inside it."""
+    if node is None:
+        return set()
+    found: set[str] = set()
+    for one in _own_nodes(node):
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
+            found.add(one.id)
+        elif isinstance(one, ast.alias):
+            found.add(one.asname or one.name.partition(".")[0])
+        elif isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(one.name)
+    return found
+
+
+def _captures(pattern: ast.AST) -> set[str]:
+    found: set[str] = set()
+    for one in ast.walk(pattern):
+        if isinstance(one, (ast.MatchAs, ast.MatchStar)) and one.name:
+            found.add(one.name)
+        elif isinstance(one, ast.MatchMapping) and one.rest:
+            found.add(one.rest)
+    return found
+
+
+# --------------------------------------------------------------------- what is done to the objects
+
+
+def _root(node: ast.AST) -> str | None:
+    """Return the name at the root of ``name[...][...]``."""
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+@final
+@dataclass
+class _Touches(ast.NodeVisitor):
+    put: set[str] = field(default_factory=set)
+    seen: set[str] = field(default_factory=set)
+    handed: set[str] = field(default_factory=set)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if not isinstance(node.ctx, ast.Store):
+            self.seen.add(node.id)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        root = _root(node)
+        if root is None or isinstance(node.ctx, ast.Load):
+            self.generic_visit(node)
+            return
+        self.put.add(root)
+        self.visit(node.slice)
+        if not isinstance(node.value, ast.Name):
+            self.visit(node.value)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if isinstance(node.value, ast.Name) and not isinstance(node.ctx, ast.Load):
+            self.put.add(node.value.id)
+        else:
+            self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        root = _root(node.target)
+        if root is None and isinstance(node.target, ast.Attribute):
+            root = _root(node.target.value)
+        if root is not None:
+            self.put.add(root)
+            self.seen.add(root)
+        self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        if isinstance(node.func, ast.Attribute):
+            root, name = _root(node.func.value), node.func.attr
+            if root is not None and (name in _CHANGING or _is_in_place(name)):
+                self.put.add(root)
+            if root is not None and name in _PUTTING and isinstance(node.func.value, ast.Name):
+                if name != "save":
+                    self.put.add(root)
+            else:
+                self.visit(node.func)
+        else:
+            self.visit(node.func)
+        if not _only_looks(node.func):
+            given = [*node.args, *[one.value for one in node.keywords]]
+            self.handed |= {one.id for one in given if isinstance(one, ast.Name)}
+        for one in (*node.args, *node.keywords):
+            self.visit(one)
+
+
+def _only_looks(function: ast.expr) -> bool:
+    """Whether ``function`` is one that changes none of the containers it is given."""
+    if isinstance(function, ast.Name):
+        return hasattr(builtins, function.id)
+    if not isinstance(function, ast.Attribute):
+        return False
+    of = function.value
+    while isinstance(of, ast.Attribute):
+        of = of.value
+    return function.attr in _PUTTING or (isinstance(of, ast.Name) and of.id in _LIBRARIES)
+
+
+def _is_in_place(name: str) -> bool:
+    return name.endswith("_") and not name.startswith("__")
