@@ -345,25 +345,52 @@ int slot_set_stream(PyObject* self, PyObject* stream, void*) {
   return 0;
 }
 
+// CAUTION: the frame below this one is the last that an unwinder may look at. A greenlet's stack
+// begins in the middle of its driver's, and what lay there when it began is overwritten once the
+// driver goes on; torch fetches a backtrace for every error, and would read it (a segmentation
+// fault, now and then). The outermost frame is the one whose return address is undefined.
+__attribute__((noinline)) PyObject* slot_at_bottom(PyObject*, PyObject* const* args,
+                                                   Py_ssize_t count) {
+#if defined(__x86_64__)
+  asm volatile(".cfi_undefined rip" ::: "memory");
+#elif defined(__aarch64__)
+  asm volatile(".cfi_undefined x30" ::: "memory");
+#endif
+  if (count < 1) {
+    PyErr_SetString(PyExc_TypeError, "at_bottom needs something to call");
+    return nullptr;
+  }
+  PyObject* result =
+      PyObject_Vectorcall(args[0], args + 1, static_cast<std::size_t>(count - 1), nullptr);
+  asm volatile("" ::: "memory");  // a jump in place of the call would leave no frame
+  return result;
+}
+
 PyGetSetDef slot_properties[] = {
     {"is_clean", slot_is_clean, nullptr, "True while its worker has left nothing behind.", nullptr},
     {"stream", slot_get_stream, slot_set_stream, "CUDA stream that its worker left, or None.",
      nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-PyType_Slot slot_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(slot_new)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(slot_dealloc)},
-    {Py_tp_getset, slot_properties},
-    {Py_tp_doc, const_cast<char*>("Slot(grad_enabled): the thread state of one worker.")},
-    {0, nullptr}};
-PyType_Spec slot_spec = {"nnsight_pp_thread_state.Slot", sizeof(Slot), 0, Py_TPFLAGS_DEFAULT,
-                         slot_slots};
-
 template <class Function>
 PyCFunction as_method(Function function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
 }
+
+PyMethodDef slot_methods[] = {
+    {"at_bottom", as_method(slot_at_bottom), METH_FASTCALL,
+     "at_bottom(function, *args): call it as the outermost frame of a new greenlet."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot slot_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(slot_new)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(slot_dealloc)},
+    {Py_tp_getset, slot_properties},
+    {Py_tp_methods, slot_methods},
+    {Py_tp_doc, const_cast<char*>("Slot(grad_enabled): the thread state of one worker.")},
+    {0, nullptr}};
+PyType_Spec slot_spec = {"nnsight_pp_thread_state.Slot", sizeof(Slot), 0, Py_TPFLAGS_DEFAULT,
+                         slot_slots};
 
 PyMethodDef module_methods[] = {
     {"switch", as_method(module_switch), METH_FASTCALL,

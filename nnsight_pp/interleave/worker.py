@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 import zlib
 from contextvars import Context, copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -181,7 +182,7 @@ class Worker:
         self.failed_at = 0
         self.has_ended = False
         self.warnings: list[str] = []
-        self._greenlet = _WorkerGreenlet(self._main)
+        self._greenlet = _WorkerGreenlet(partial(slot.at_bottom, self._main))
         self._greenlet.worker = self
         self._greenlet.gr_context = self._context
 

@@ -11,9 +11,9 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def run(script: Path) -> subprocess.CompletedProcess[str]:
+def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-X", "faulthandler", str(script)],
+        [sys.executable, "-X", "faulthandler", str(script), *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -35,3 +35,12 @@ def test_the_same_without_the_exchange_dies(script: Path) -> None:
     done = run(script)
     # Killed by SIGSEGV or SIGABRT.
     assert done.returncode in (-11, -6), (done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("script", sorted(HERE.glob("raise_*.py")), ids=lambda path: path.stem)
+def test_an_error_of_torch_in_a_block_is_an_exception(script: Path) -> None:
+    done = run(script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "ok"
+    # If this stops failing, the outermost frame of a worker has lost its reason.
+    assert run(script, "unprotected").returncode in (-11, -6)
