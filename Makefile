@@ -15,7 +15,7 @@ TIERS := unit crash harness engine
 FOLDERS_unit := tests/unit tests/contracts
 FOLDERS_crash := tests/crash
 FOLDERS_harness := tests/harness
-FOLDERS_engine := tests/engine
+FOLDERS_engine := tests/engine tests/examples
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo test lint format fuzz sanitize clean $(addprefix test-,$(TIERS))

@@ -4,10 +4,9 @@ Run it with `make demo`. It starts a vLLM engine whose layers are split over two
 for an answer, and asks again with a block beside the model.
 """
 
-import subprocess
-import sys
 import time
-from pathlib import Path
+
+from loading import prepared_model
 
 import nnsight_pp
 
@@ -18,12 +17,6 @@ started = time.monotonic()
 
 def say(text: str) -> None:
     print(f"[{time.monotonic() - started:4.0f} s] {text}", flush=True)
-
-
-def prepared_model() -> str:
-    script = Path(__file__).parents[1] / "scripts" / "prepare_smollm2.py"
-    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, text=True, check=True)
-    return done.stdout.strip()
 
 
 say("preparing SmolLM2-135M-Instruct (15 s the first time) ...")

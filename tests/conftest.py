@@ -16,10 +16,12 @@ import pytest
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-MARKED_FOLDERS = ("engine", "harness", "gpu")
+# The folders of a tier; the examples run on engines too.
+TIER_OF = {"engine": "engine", "examples": "engine", "harness": "harness", "gpu": "gpu"}
 # These start processes and threads once per module, so what is left is counted
 # when the module is over. Everywhere else a test has to tidy up after itself.
 PER_MODULE = ("engine", "harness", "gpu")
+NEEDS_VLLM = ("engine", "examples")
 
 # Started by Python or torch on first use and kept for the life of the process.
 LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
@@ -29,14 +31,15 @@ GRACE_S = 3.0
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         tier = _tier(item.path)
-        if tier in MARKED_FOLDERS:
+        if tier in PER_MODULE:
             item.add_marker(tier)
         if tier == "gpu" and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
 def _tier(path: Path) -> str:
-    return path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
+    folder = path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
+    return TIER_OF.get(folder, folder)
 
 
 def _has_cuda() -> bool:
@@ -152,4 +155,4 @@ def _started_greenlets() -> list[str]:
 
 
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore = ["engine"]
+    collect_ignore = [*NEEDS_VLLM]

@@ -2,6 +2,8 @@
 
 import ast
 import re
+import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +60,65 @@ def public_names() -> list[str]:
         if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
             return ast.literal_eval(node.value)  # type: ignore[attr-defined]
     raise AssertionError("nnsight_pp/__init__.py has no __all__")
+
+
+# ------------------------------------------------------------------------------- the how-to pages
+
+EXAMPLES = ROOT / "examples"
+HOW_TO = ROOT / "docs" / "how-to"
+# Not about one thing to do.
+WITHOUT_A_PAGE = {"loading", "quickstart"}
+PAGES = sorted(HOW_TO.glob("*.md"))
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def holds(text: str, part: str) -> bool:
+    """Say whether the lines of ``part`` stand in ``text`` one below the other, however indented."""
+    lines, wanted = text.splitlines(), part.rstrip().splitlines()
+    return any(
+        textwrap.dedent("\n".join(lines[start : start + len(wanted)])).splitlines() == wanted
+        for start in range(len(lines))
+    )
+
+
+def test_every_example_has_a_page_and_every_page_an_example():
+    examples = {path.stem for path in EXAMPLES.glob("*.py")} - WITHOUT_A_PAGE
+    assert {page.stem for page in PAGES} == examples
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_code_of_a_page_stands_in_its_example(page: Path):
+    example = (EXAMPLES / f"{page.stem}.py").read_text()
+    fences = FENCE.findall(page.read_text())
+    assert fences
+    assert [fence for fence in fences if not holds(example, fence)] == []
+
+
+def test_code_is_found_only_where_all_its_lines_stand_together():
+    text = "def f():\n    with a:\n        b\n    c\n"
+    assert holds(text, "with a:\n    b\nc\n")
+    assert not holds(text, "with a:\n    c\n")
+    assert not holds(text, "with a:\nb\n")
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_fits_on_a_screen_or_two(example: Path):
+    assert len(example.read_text().splitlines()) <= 85
+
+
+@pytest.mark.parametrize(
+    "document",
+    [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_the_python_of_a_document_is_python(document: Path):
+    for fence in FENCE.findall(document.read_text()):
+        ast.parse(fence, str(document))
+
+
+@pytest.mark.parametrize(
+    "document", sorted((ROOT / "docs").rglob("*.md")), ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_what_a_page_links_to_is_there(document: Path):
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
