@@ -11,7 +11,7 @@ import torch
 from vllm.sampling_params import StructuredOutputsParams
 
 from engine.compare import assert_same
-from nnsight_pp import VLLM
+from nnsight_pp import VLLM, ConfigurationError
 
 STEPS = 70
 PROMPTS = ["one two three four", "a small river runs", "the last of the three prompts is longer"]
@@ -57,6 +57,21 @@ def test_preempted_requests_see_each_step_once(model: VLLM) -> None:
     for mine, wanted in zip(together, alone, strict=True):
         assert [rows for rows, _, _ in mine] == [rows for rows, _, _ in wanted]
         assert_same([step[1:] for step in mine], [step[1:] for step in wanted], "steps")
+    assert model.request_counts() == [0, 0]
+
+
+def test_requests_that_share_names_and_lose_one_another_are_refused(model: VLLM) -> None:
+    """The cache holds two of three to their end, so one is preempted."""
+    layers = list(model.model.layers)
+    with pytest.raises(ConfigurationError, match=r"(?s)preempted.*kv_cache_memory_bytes"):
+        with model.trace(temperature=0.0, max_tokens=STEPS, ignore_eos=True) as tracer:
+            rows = {}
+            for number, prompt in enumerate(PROMPTS):
+                with tracer.invoke(prompt):
+                    for step in tracer.iter[:STEPS]:
+                        early = layers[0].mlp.output
+                        rows[number, step] = len(rows)
+                        layers[-1].mlp.output[-1] += early[-1]
     assert model.request_counts() == [0, 0]
 
 

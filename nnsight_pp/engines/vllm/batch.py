@@ -72,6 +72,7 @@ class _Request:
     trace: str
     prompt: dict[str, Any]
     options: dict[str, Any]
+    adapter: Any = None  # vLLM's LoRARequest
     message: BlockMessage | None = None
     params: Any = None  # vLLM's SamplingParams
 
@@ -126,7 +127,9 @@ class Batch:
     def _prepared(invocation: Invocation, options: dict[str, Any], *, depends: bool) -> _Request:
         trace = uuid.uuid4().hex
         merged = {**options, **invocation.kwargs}
-        request = _Request(invocation, trace, prompt_of(invocation.inputs, trace), merged)
+        adapter = merged.pop("lora_request", None)
+        prompt = prompt_of(invocation.inputs, trace)
+        request = _Request(invocation, trace, prompt, merged, adapter)
         block = invocation.block
         if not block.does_nothing():
             around = invocation.names.beyond_siblings() if depends else invocation.names
@@ -258,13 +261,14 @@ def _generate(llm: Any, members: list[_Request], loose: list[_Request]) -> dict[
     requests = members + loose
     prompts = [request.prompt for request in requests]
     params = [request.params for request in requests]
+    adapters = [request.adapter for request in requests]
     if members:
         with paused(llm):
-            llm.enqueue(prompts, params, use_tqdm=False)
+            llm.enqueue(prompts, params, lora_request=adapters, use_tqdm=False)
             _check_room(room_of(llm), len(members))
         outputs = llm.wait_for_completion(use_tqdm=False)
     else:
-        outputs = llm.generate(prompts, params, use_tqdm=False)
+        outputs = llm.generate(prompts, params, lora_request=adapters, use_tqdm=False)
     return {one.trace: output for one, output in zip(requests, outputs, strict=True)}
 
 

@@ -246,13 +246,14 @@ class VLLM(VLLMTree):
 
         Args:
             prompts: One prompt or a list of them.
-            **options: vLLM's sampling parameters.
+            **options: vLLM's sampling parameters, and ``lora_request``.
         """
+        adapter = options.pop("lora_request", None)
         params = sampling_params(options, None)
         with self._lock:
             self.dispatch()
             assert self._llm is not None
-            return self._llm.generate(prompts, params, use_tqdm=False)
+            return self._llm.generate(prompts, params, lora_request=adapter, use_tqdm=False)
 
     def _note_of(self, path: str) -> str:
         below = [span for name, span in self._stage_of.items() if name.startswith(f"{path}.")]

@@ -16,6 +16,9 @@ import vllm.distributed.parallel_state as groups
 from vllm.config import CompilationMode
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
@@ -353,6 +356,18 @@ def has_cache(module: torch.nn.Module) -> bool:
     Source: vllm 0.32.0 model_executor/layers/attention: each attention layer has its ``kv_cache``.
     """
     return any(hasattr(part, "kv_cache") for part in module.modules())
+
+
+def may_hold_adapter(module: torch.nn.Module) -> bool:
+    """Whether a LoRA adapter may change what ``module`` computes; alike on every rank.
+
+    Source: vllm 0.32.0 lora/layers: what `can_replace_layer` takes.
+    """
+    kinds = (LinearBase, VocabParallelEmbedding, LogitsProcessor)
+    return any(
+        isinstance(part, kinds) or ".fused_moe" in type(part).__module__
+        for part in module.modules()
+    )
 
 
 def repacked(real: dict[str, torch.nn.Module], whole: torch.nn.Module) -> list[str]:

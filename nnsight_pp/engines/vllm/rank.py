@@ -108,6 +108,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         names = NamesTrial(root)
         served = self._trial_forward(runner, place, points, names)
         self._stages = _stage_map(place, real, served, meta)
+        root.takes_adapters = self.vllm_config.lora_config is not None
         own = compat.repacked(real, meta)
         root.repacked = frozenset(path for paths in compat.exchange(own) for path in paths)
         with torch.inference_mode(), compat.uncompiled(model):

@@ -43,6 +43,8 @@ class VLLMTree(StandardNames, Envoy):
         self.gate = Gate(runs_skipped=True)
         # On a rank, the paths whose weights are not what their layer says: alike on every rank.
         self.repacked: frozenset[str] = frozenset()
+        # On a rank, whether requests may bring adapters.
+        self.takes_adapters = False
         # On a rank, why standard names are untrue, by location: alike on every rank.
         self.untrue: Mapping[str, str] = {}
         self._load_tokenizer = load_tokenizer
@@ -173,6 +175,16 @@ class VLLMTree(StandardNames, Envoy):
                     where=worker.where(),
                     why="It would write into the cache that the running requests attend to.",
                     todo="Call modules without attention: norms, projections, the head.",
+                )
+            )
+        if self.takes_adapters and compat.may_hold_adapter(node._module):
+            raise NotSupportedError(
+                explain(
+                    f"{node.path} was called inside a block on an engine with LoRA adapters.",
+                    where=worker.where(),
+                    why="Its layers look up the adapter of each row of the running batch, and the "
+                    "rows of a call are others.",
+                    todo="Call norms and the like, or use an engine without enable_lora.",
                 )
             )
         return worker.turns.call(

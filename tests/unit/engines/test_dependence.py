@@ -1,0 +1,128 @@
+"""Which invokes of a trace depend on each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nnsight_pp.engines.vllm.dependence import companies_of
+from nnsight_pp.trace.tracer import Tracer
+
+
+class Collected:
+    """A trace whose invokes are not run: `companies` says who depends on whom."""
+
+    def __init__(self) -> None:
+        self.companies: list[list[int]] = []
+
+    def trace(self) -> Any:
+        def run(_: Tracer, invocations: Any) -> None:
+            self.companies = companies_of(invocations)
+
+        return Tracer(run, (), {}, has_input=False)
+
+
+def test_a_name_of_an_earlier_invoke() -> None:
+    found = Collected()
+    with found.trace() as tracer:
+        with tracer.invoke("a"):
+            h = object()
+        with tracer.invoke("b"):
+            again = h
+        with tracer.invoke("c"):
+            k = object()
+    assert found.companies == [[0, 1]]
+
+
+def test_a_name_of_a_later_invoke() -> None:
+    found = Collected()
+    with found.trace() as tracer:
+        with tracer.invoke("a"):
+            again = later  # noqa: F821 - the other invoke binds it
+        with tracer.invoke("b"):
+            later = object()
+    assert found.companies == [[0, 1]]
+
+
+def test_the_same_names_in_each_are_each_ones_own() -> None:
+    found = Collected()
+    with found.trace() as tracer:
+        rows: list[Any] = []
+        for prompt in "abc":
+            with tracer.invoke(prompt):
+                for step in range(3):
+                    h = object()
+                    rows.append((step, h))
+                last = h
+                again = last
+    assert found.companies == []
+
+
+def test_a_dictionary_that_one_fills_and_another_looks_into() -> None:
+    found = Collected()
+    with found.trace() as tracer:
+        shared: dict[str, Any] = {}
+        other = shared
+        with tracer.invoke("a"):
+            shared["a"] = 1
+        with tracer.invoke("b"):
+            shared["b"] = 2
+        with tracer.invoke("c"):
+            again = other["a"]
+    assert found.companies == [[0, 1, 2]]
+
+
+def test_what_nobody_changes_may_be_looked_at_by_all() -> None:
+    found = Collected()
+    vector, names = torch.ones(3), ["a", "b"]
+    with found.trace() as tracer:
+        for prompt in names:
+            with tracer.invoke(prompt):
+                h = vector * len(names)
+                again = torch.stack([h, vector])
+    assert found.companies == []
+
+
+def test_a_container_that_is_handed_to_a_function() -> None:
+    found = Collected()
+    kept: list[Any] = []
+
+    def keep(rows: list[Any]) -> None:
+        rows.append(1)
+
+    with found.trace() as tracer:
+        for prompt in "ab":
+            with tracer.invoke(prompt):
+                keep(kept)
+    assert found.companies == [[0, 1]]
+
+
+def test_one_barrier_and_two_companies() -> None:
+    found = Collected()
+    with found.trace() as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke("a"):
+            barrier()
+        with tracer.invoke("b"):
+            x = object()
+        with tracer.invoke("c"):
+            pass
+        with tracer.invoke("d"):
+            barrier()
+        with tracer.invoke("e"):
+            y = x
+    assert found.companies == [[0, 3], [1, 4]]
+
+
+def test_a_user_object_that_holds_a_value() -> None:
+    class Holder:
+        value: Any = None
+
+    found, holder = Collected(), Holder()
+    with found.trace() as tracer:
+        with tracer.invoke("a"):
+            holder.value = 1
+        with tracer.invoke("b"):
+            again = holder.value
+    assert found.companies == [[0, 1]]
