@@ -7,6 +7,8 @@ stages.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,10 +50,22 @@ WIDTH = {"hidden_size": 576, "num_attention_heads": 18, "num_key_value_heads": 6
 
 @pytest.fixture(scope="module")
 def path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that stays from run to run: compiled models are kept by their path."""
     from fakes.models import make_tiny_llama
 
-    folder = tmp_path_factory.mktemp("models") / "six-layers"
-    return make_tiny_llama(folder, smollm2_path, num_hidden_layers=6, **WIDTH)
+    cache = os.environ.get("NNSIGHT_PP_CACHE") or Path.home() / ".cache" / "nnsight_pp"
+    folder = Path(cache) / "tests" / "six-layers"
+    if not folder.is_dir():
+        made = tmp_path_factory.mktemp("models") / "six-layers"
+        make_tiny_llama(made, smollm2_path, num_hidden_layers=6, **WIDTH)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        beside = folder.with_name(f"{folder.name}.{os.getpid()}")
+        shutil.copytree(made, beside)
+        try:
+            beside.rename(folder)
+        except OSError:  # another run was quicker
+            shutil.rmtree(beside)
+    return folder
 
 
 def named(backend: Any) -> Any:
