@@ -1,9 +1,10 @@
 """Do the standard names mean what they say on this model? Its own numbers tell.
 
 One small forward gives the values by name. In each layer the stream must grow by what attention
-and the feed-forward part add; behind the last one, the norm must give what goes to the head. A name
-that fails is refused where a block uses it, so a model whose modules only look like those of a
-known family is never read wrong.
+and the feed-forward part add: else these two are untrue there (a model may scale what they give).
+Behind the last layer the norm of the stream must be what goes to the head: else the stream is
+something else. A name that fails is refused where a block uses it, so a model whose modules only
+look like those of a known family is never read wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from nnsight_pp.envoys.architectures import location_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from nnsight_pp.core.location import Location
 
@@ -47,20 +48,19 @@ class NamesCheck:
         """Return what was noted."""
         return self._values.get(str(location))
 
-    def untrue_layers(self) -> dict[str, str]:
-        """Return why names of layers are untrue, by location, as far as values were noted."""
+    def untrue_parts(self) -> dict[str, str]:
+        """Return which parts of layers do not add what they say, as far as values were noted."""
         found: dict[str, str] = {}
         for index in range(self._num_layers):
-            names = [("", "residual_in"), ("attn", "output"), ("mlp", "output"), ("", "residual")]
-            places = [location_of(index, part, name) for part, name in names]
-            values = [self.value(place) for place in places]
-            if any(value is None for value in values):
-                continue
-            why = growth_error(*values)  # type: ignore[arg-type]
-            if why:
-                found |= dict.fromkeys(map(str, places), why)
-                if index == 0:
-                    found[str(location_of(None, "", "embeddings"))] = why
+            parts = [location_of(index, part, "output") for part in ("attn", "mlp")]
+            places = [
+                location_of(index, "", "residual_in"),
+                *parts,
+                location_of(index, "", "residual"),
+            ]
+            values = [value for one in places if (value := self.value(one)) is not None]
+            if len(values) == len(places) and (why := growth_error(*values)):
+                found |= dict.fromkeys(map(str, parts), why)
         return found
 
     def untrue_end(
@@ -68,24 +68,30 @@ class NamesCheck:
         norm: Callable[[torch.Tensor], torch.Tensor],
         head: Callable[[torch.Tensor], torch.Tensor] | None,
         logits: torch.Tensor | None,
-    ) -> Mapping[str, str]:
-        """Return why `final_norm` is untrue, by location.
+    ) -> dict[str, str]:
+        """Return why the stream or `final_norm` is untrue, by location; nothing where not noted.
 
         Args:
             norm: Runs the last norm.
             head: Runs the head, or None where it is not called.
             logits: The model's logits of the last position, ``[1, vocabulary]``.
         """
-        place = location_of(None, "", "final_norm")
-        normed = self.value(place)
+        place = str(location_of(None, "", "final_norm"))
+        normed = self.value(location_of(None, "", "final_norm"))
         stream = self.value(location_of(self._num_layers - 1, "", "residual"))
         if normed is None or stream is None:
             return {}
         if not _is_close(norm(stream), normed):
-            return {str(place): _NORM}
+            streams = [
+                location_of(index, "", name)
+                for index in range(self._num_layers)
+                for name in ("residual_in", "residual")
+            ]
+            names = [place, str(location_of(None, "", "embeddings")), *map(str, streams)]
+            return dict.fromkeys(names, _NORM)
         # The model may scale or cap what its head gives, which keeps the order.
         if head is not None and logits is not None and not _has_same_best(head(normed), logits):
-            return {str(place): _HEAD}
+            return {place: _HEAD}
         return {}
 
 

@@ -75,7 +75,8 @@ class StandardNames(TreeNode):
         Raises:
             UnknownLocationError: It is not known.
         """
-        family = family_of(self)
+        family = self.__dict__.get("_known_family") or family_of(self)
+        self._known_family = family
         if family is None:
             kind = type(self._module).__name__
             raise UnknownLocationError(
@@ -186,13 +187,16 @@ class View:
     def __init__(self, root: StandardNames, node: Any, path: str) -> None:
         object.__setattr__(self, "_root", root)
         object.__setattr__(self, "_node", node)
-        # Such as ``layers.5.attn``: what travels in the place of this view.
+        # Such as ``layers.5.attn``.
         object.__setattr__(self, "standard_path", path)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") or name in ("_node", "_root", "_index", "_part"):
             raise AttributeError(name)
         return getattr(self._node, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return view_at, (self._root, self.standard_path)  # the root travels as a name
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._node, name, value)

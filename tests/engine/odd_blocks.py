@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from nnsight_pp import OutOfOrderError, attention_pattern
+
 if TYPE_CHECKING:
     from nnsight_pp import VLLM
 
@@ -240,3 +242,73 @@ def handled_errors(model: VLLM, layers: list[Any]) -> Any:
                 value[0] = 1.0
         lg = model.logits.save()
     return seen, lg
+
+
+@odd
+def standard_and_physical_values_of_one_place(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        seen = [].save()
+        for index in (0, 3):
+            h, _ = layers[index].output
+            h[0] += 1
+            stream = model.layers[index].residual
+            seen.append(stream.clone())
+            stream[-1] = 0.5
+            after = layers[index].output
+            seen.append(after[0] + after[1])
+            layers[index].output = (after[0] * 2, after[1])
+            seen.append(model.layers[index].residual)
+            model.layers[index].residual = seen[0] - stream
+            seen.append(model.layers[index].residual)
+        seen.append(model.final_norm)
+        lg = model.logits.save()
+    return seen, lg
+
+
+@odd
+def standard_values_in_every_way(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2) as tr:
+        found = [].save()
+        for _ in tr.iter[:2]:
+            a = model.layers[0].residual
+            q = model.layers[2].attn.q
+            if float(a[-1].norm()) > 0:
+                q[:, 0] = q[:, 1]
+            z = model.layers[2].attn.z
+            z.mul_(0.5)[-1].zero_()
+            found.append((z.shape, z, a.mean(), q.sum(-1)))
+            model.layers[2].mlp.input = torch.zeros_like(model.layers[2].mlp.input) + a[-1]
+            m = model.layers[2].mlp_out
+            m += m.abs()
+            model.layers[3].residual_in -= m
+            found.append(model.layers[3].residual_in)
+            found.append(model.layers[3].residual.argmax(-1))
+            found.append(model.logits)
+    return found
+
+
+@odd
+def a_pattern_then_an_edit_of_what_it_read(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        seen = [].save()
+        for index in (1, 2):
+            model.layers[index].attn.v[0] = 0
+            pattern = attention_pattern(model.layers[index], rows=[-1, 0])
+            z = model.layers[index].attn.z
+            z[-1] = z[-1] * float(pattern[0, 0, -1])
+            seen.append(pattern)
+        lg = model.logits.save()
+    return seen, lg
+
+
+@odd
+def standard_values_that_are_refused(model: VLLM, layers: list[Any]) -> Any:
+    seen = []
+    for index, other in ((0, 0), (3, 3), (2, 1)):
+        try:
+            with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+                x = model.layers[index].residual
+                y = (x + model.layers[other].attn.output).save()
+        except OutOfOrderError as error:
+            seen.append(str(error).splitlines()[0])
+    return seen

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from engine import architectures
+from engine import architectures, standard_blocks
 from engine.compare import assert_same
 from fakes.models import FAMILIES, make_tiny
-from nnsight_pp import VLLM, NNsight, NotServedError
+from nnsight_pp import VLLM, LanguageModel, NNsight, NotServedError, NotSupportedError
 
 # The most different ones: tied embeddings and no residual stream beside the hidden states, caps and
 # norms of its own, and experts.
@@ -32,6 +32,7 @@ class Family:
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
         self.reference = _reference(path)
+        self.path = path
         self.model = VLLM(
             str(path),
             pipeline_parallel_size=2,
@@ -89,6 +90,27 @@ def family(
 @pytest.mark.parametrize("name", architectures.BLOCKS)
 def test_a_family_gives_its_own_values_on_two_stages(family: Family, name: str) -> None:
     assert_same(architectures.BLOCKS[name](family.backend), family.reference[name], name)
+    assert family.model.request_counts() == [0, 0]
+
+
+@pytest.mark.parametrize("name", standard_blocks.BLOCKS)
+def test_one_text_in_standard_names(family: Family, name: str) -> None:
+    # Not sdpa, which leaves out Gemma 2's soft cap.
+    local = LanguageModel(
+        str(family.path), dtype=torch.float32, attn_implementation="eager", dispatch=True
+    )
+    run = standard_blocks.BLOCKS[name]
+    if family.name == "granite" and name in standard_blocks.OF_PARTS:
+        for model, start in (
+            (local, standard_blocks.on_language_model(local)),
+            (family.model, standard_blocks.on_vllm(family.model)),
+        ):
+            with pytest.raises(NotSupportedError, match=r"output does not mean what it says"):
+                run(model, start)
+        return
+    with torch.no_grad():
+        wanted = run(local, standard_blocks.on_language_model(local))
+    assert_same(run(family.model, standard_blocks.on_vllm(family.model)), wanted, name)
     assert family.model.request_counts() == [0, 0]
 
 

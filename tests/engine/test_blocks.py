@@ -6,11 +6,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+from engine import standard_blocks
 from engine.blocks import BLOCKS
 from engine.compare import assert_same
+from nnsight_pp import LanguageModel
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine.backends import Engine
 
 STAGES = (1, 2)
@@ -24,3 +29,20 @@ def test_block(name: str, engine: Engine, reference: Callable[[str], dict[str, A
     for rank in engine.model.statistics():
         alive = ("requests", "workers", "parked", "published", "shelves", "waiting", "pending")
         assert {key: rank[key] for key in alive if rank.get(key)} == {}
+
+
+@pytest.fixture(scope="module")
+def language_model(smollm2_path: Path) -> LanguageModel:
+    return LanguageModel(str(smollm2_path), dtype=torch.float32, dispatch=True)
+
+
+@pytest.mark.parametrize("name", standard_blocks.BLOCKS)
+@pytest.mark.parametrize("engine", STAGES, indirect=True, ids=lambda n: f"vllm-{n}", scope="module")
+def test_one_text_in_standard_names(
+    name: str, engine: Engine, language_model: LanguageModel
+) -> None:
+    run = standard_blocks.BLOCKS[name]
+    with torch.no_grad():
+        wanted = run(language_model, standard_blocks.on_language_model(language_model))
+    assert_same(run(engine.model, standard_blocks.on_vllm(engine.model)), wanted, name)
+    assert set(engine.model.request_counts()) == {0}

@@ -6,11 +6,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 
+from engine import standard_blocks
 from engine.blocks import BLOCKS
 from engine.compare import assert_same
+from nnsight_pp import LanguageModel
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine.backends import Engine
 
 
@@ -19,3 +24,12 @@ if TYPE_CHECKING:
 def test_block(name: str, engine: Engine, reference: Callable[[str], dict[str, Any]]) -> None:
     assert_same(BLOCKS[name](engine), reference(name), name)
     assert set(engine.model.request_counts()) == {0}
+
+
+@pytest.mark.parametrize("engine", [3], indirect=True, ids=["vllm-3"], scope="module")
+def test_one_text_in_standard_names(engine: Engine, smollm2_path: Path) -> None:
+    local = LanguageModel(str(smollm2_path), dtype=torch.float32, dispatch=True)
+    run = standard_blocks.edits_in_place_on_both_ends
+    with torch.no_grad():
+        wanted = run(local, standard_blocks.on_language_model(local))
+    assert_same(run(engine.model, standard_blocks.on_vllm(engine.model)), wanted, "edits")

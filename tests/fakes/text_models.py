@@ -115,12 +115,14 @@ DECODERS: dict[str, tuple[str, dict]] = {
     ),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
 }
+# Looks like Llama, and scales what its layers add.
+SCALING = ("Granite", {"residual_multiplier": 0.5, "logits_scaling": 4.0})
 
 
 def decoder_model(family: str, attention: str = "sdpa") -> transformers.PreTrainedModel:
     """Return a random model of one of `DECODERS`, with three layers and 4 heads."""
     torch.manual_seed(3)
-    name, own = DECODERS[family]
+    name, own = {**DECODERS, "granite": SCALING}[family]
     shape = {
         "vocab_size": len(VOCABULARY),
         "hidden_size": 16,

@@ -70,7 +70,7 @@ def untrue_names(root: StandardNames) -> dict[str, str]:
         return {str(one): why for listed in places.values() for one, _ in listed}
     finally:
         gate.serve = None
-    return {**check.untrue_layers(), **end}
+    return {**check.untrue_parts(), **end}
 
 
 def _at(module: torch.nn.Module, path: str) -> Any:

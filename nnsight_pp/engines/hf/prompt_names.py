@@ -27,7 +27,11 @@ class PromptNames(StandardNames):
 
     def _layout(self) -> PromptRows:
         assert isinstance(self._forest, LocalForest)
-        return PromptRows(self._forest.named.get("attention_mask"))
+        mask = self._forest.named.get("attention_mask")
+        known: PromptRows | None = self.__dict__.get("_prompt_rows")
+        if known is None or known.mask is not mask:
+            known = self._prompt_rows = PromptRows(mask)
+        return known
 
     def _rotated(
         self, attn: TreeNode, index: int, q: torch.Tensor, k: torch.Tensor

@@ -26,13 +26,14 @@ class PromptRows:
         mask: The run's attention mask ``[B, W]``, or None where nothing is padded.
     """
 
-    __slots__ = ("_mask",)
+    __slots__ = ("_rows", "mask")
 
     def __init__(self, mask: Any) -> None:
-        self._mask: list[list[int]] | None = None
+        self.mask = mask
+        self._rows: list[list[int]] | None = None
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
             with _disable_current_modes():  # a scan computes with shapes alone
-                self._mask = mask.int().tolist()
+                self._rows = mask.int().tolist()
 
     def read(self, tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
         """Return the rows of this prompt's tokens; in a decode step one row."""
@@ -72,9 +73,9 @@ class PromptRows:
             )
         width = tensor.shape[1]
         is_alone = not isinstance(cut, (BatchCut, BeamCut))
-        if width == 1 or (self._mask is None and is_alone):
+        if width == 1 or (self._rows is None and is_alone):
             return slice(0, width)
-        rows = self._mask
+        rows = self._rows
         if rows is None:
             _refuse(
                 "It is not known how the prompts of this batch are padded.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nnsight_pp.core.location import ROOT
 from nnsight_pp.envoys.envoy import Envoy
 from nnsight_pp.errors import ConfigurationError, NotSupportedError, explain
 from nnsight_pp.trace.tracer import BlockTracer
@@ -66,7 +67,8 @@ def check_ships(root: Envoy, known: Sequence[Any], invocations: Sequence[Invocat
         names = one.names.look_up(one.block.reads())
         try:
             data = encode_block(BlockMessage(LOCAL, one.block, names), name_of)
-            decode_block(data, lambda name: name)
+            # What is made of the root again needs the root; nothing else is looked at.
+            decode_block(data, lambda name: root if name == ("node", ROOT) else name)
         except Exception as error:
             raise ConfigurationError(
                 explain(

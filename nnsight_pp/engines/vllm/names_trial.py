@@ -75,7 +75,7 @@ class NamesTrial:
         if self._family is None:
             return {}
         norm: Any = model.get_submodule(self._family.norm)
-        return {**self._check.untrue_layers(), **self._check.untrue_end(norm, None, None)}
+        return {**self._check.untrue_parts(), **self._check.untrue_end(norm, None, None)}
 
 
 def _with_noise(value: Any, noise: torch.Generator) -> Any:

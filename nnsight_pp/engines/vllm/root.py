@@ -15,7 +15,7 @@ from nnsight_pp.engines.vllm import compat
 from nnsight_pp.envoys.envoy import Envoy, unsupported
 from nnsight_pp.envoys.gate import Gate
 from nnsight_pp.envoys.standard_lens import Flat
-from nnsight_pp.envoys.standard_names import StandardNames, View, view_at
+from nnsight_pp.envoys.standard_names import StandardNames
 from nnsight_pp.envoys.tree_node import Forest, TreeNode
 from nnsight_pp.errors import NotSupportedError, UnknownLocationError, Where, explain
 from nnsight_pp.interleave.worker import current_worker, running_worker
@@ -222,8 +222,8 @@ def name_of(root: Envoy, obj: Any) -> tuple[str, str] | None:
     Raises:
         UnknownLocationError: ``obj`` is a node of another model.
     """
-    if isinstance(obj, (Envoy, View)):
-        if (obj.root if isinstance(obj, Envoy) else obj._root) is not root:
+    if isinstance(obj, Envoy):
+        if obj.root is not root:
             raise UnknownLocationError(
                 explain(
                     f"The block uses {obj.path} of another model.",
@@ -231,7 +231,7 @@ def name_of(root: Envoy, obj: Any) -> tuple[str, str] | None:
                     todo="Save the value of the other model first, and use the saved value.",
                 )
             )
-        return ("node", obj.path) if isinstance(obj, Envoy) else ("view", obj.standard_path)
+        return "node", obj.path
     if isinstance(obj, BlockTracer):
         return "tracer", ""
     return None
@@ -242,6 +242,4 @@ def object_of(root: Envoy, name: tuple[str, str]) -> Any:
     kind, path = name
     if kind == "tracer":
         return BlockTracer()
-    if kind == "view":
-        return view_at(root, path)
     return root if path == ROOT else root.get(path.removeprefix(f"{ROOT}."))

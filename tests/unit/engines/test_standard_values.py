@@ -94,7 +94,7 @@ def ids_of(model, prompt):
     return model.tokenizer(prompt, return_tensors="pt").input_ids
 
 
-@pytest.fixture(params=DECODERS)
+@pytest.fixture(params=DECODERS, scope="module")
 def model(request):
     return LanguageModel(decoder_model(request.param), tokenizer=word_tokenizer())
 
@@ -350,6 +350,16 @@ def test_the_views_index_like_a_list_and_fall_through_to_the_modules(model):
     assert first(whole).shape == (1, 6, 16)
 
 
+def test_views_travel_and_name_modules_to_a_cache(model):
+    layer, attn = model.layers[1], model.layers[2].attn
+    with model.trace(PROMPT, remote="local") as tracer:
+        cache = tracer.cache(modules=[layer])
+        stream = layer.residual.save()
+        z = attn.z.save()
+    assert torch.equal(first(cache[layer.path].output)[0], stream)
+    assert z.shape[:2] == (6, NUM_HEADS)
+
+
 def test_several_prompts_in_one_invoke_are_refused(model):
     with pytest.raises(RowsError, match=r"one prompt per `tracer\.invoke"):
         with model.trace([PROMPT, OTHER]):
@@ -395,11 +405,38 @@ def test_a_model_that_only_looks_alike_is_refused_by_name_where_it_is_used():
     module.model.layers[1].__class__ = Doubling
     model = LanguageModel(module, tokenizer=word_tokenizer())
     with model.trace(PROMPT):
-        model.layers[0].residual.save()
+        model.layers[0].attn.output.save()
+        model.layers[1].residual.save()
         model.final_norm.save()
     with pytest.raises(NotSupportedError, match=r"model\.layers\.1\.mlp\.output does not mean"):
         with model.trace(PROMPT):
             model.layers[1].mlp.output.save()
+
+
+def test_what_the_layers_of_granite_scale_is_refused_and_its_stream_is_not():
+    model = LanguageModel(decoder_model("granite"), tokenizer=word_tokenizer())
+    wanted = by_hooks(model._module, ids_of(model, PROMPT))
+    with model.trace(PROMPT):
+        stream = model.layers[1].residual.save()
+        normed = model.final_norm.save()
+        logits = model.logits.save()
+    assert torch.equal(stream, wanted["residual1"])
+    assert torch.equal(normed, wanted["norm"])
+    assert torch.equal(logits, wanted["logits"])
+    with pytest.raises(NotSupportedError, match=r"attn\.output does not mean what it says"):
+        with model.trace(PROMPT):
+            model.layers[1].attn.output.save()
+
+
+def test_a_stream_that_is_not_what_layers_hand_on_is_refused():
+    module = decoder_model("llama")
+
+    norm = module.model.norm.forward
+    module.model.norm.forward = lambda x: norm(x if x.dim() < 3 else x.flip(-1))
+    model = LanguageModel(module, tokenizer=word_tokenizer())
+    with pytest.raises(NotSupportedError, match=r"model\.layers\.1\.residual does not mean"):
+        with model.trace(PROMPT):
+            model.layers[1].residual.save()
 
 
 def test_a_scaled_norm_behind_the_last_layer_is_found_out():

@@ -35,16 +35,17 @@ def noted(values):
     return check
 
 
-def test_an_untrue_first_layer_makes_the_embeddings_untrue():
-    found = noted(layer(scale=2.0)).untrue_layers()
-    assert {"model.layers.0.residual", "model.layers.1.attn.output", "model.embeddings"} <= {*found}
-    assert noted(layer()).untrue_layers() == {}
+def test_parts_of_a_layer_that_scales_them_are_untrue_and_its_stream_is_not():
+    found = noted(layer(scale=2.0)).untrue_parts()
+    parts = {f"model.layers.{index}.{part}.output" for index in (0, 1) for part in ("attn", "mlp")}
+    assert {*found} == parts
+    assert noted(layer()).untrue_parts() == {}
 
 
 def test_layers_that_this_rank_does_not_run_are_left_to_others():
     check = NamesCheck(2)
     check.note(location_of(0, "", "residual"), torch.ones(1, 2))
-    assert check.untrue_layers() == {}
+    assert check.untrue_parts() == {}
     assert check.untrue_end(torch.nn.Identity(), None, None) == {}
 
 
@@ -56,5 +57,6 @@ def test_a_norm_or_a_head_of_something_else_is_found():
     head = torch.nn.Linear(8, 5)
     logits = head(2 * stream).tanh()[-1:]
     assert check.untrue_end(lambda x: 2 * x, head, logits) == {}
-    assert list(check.untrue_end(lambda x: x, head, logits)) == ["model.final_norm"]
+    other_stream = check.untrue_end(lambda x: x, head, logits)
+    assert {"model.final_norm", "model.embeddings", "model.layers.1.residual"} <= {*other_stream}
     assert list(check.untrue_end(lambda x: 2 * x, head, -logits)) == ["model.final_norm"]
