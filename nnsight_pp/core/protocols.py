@@ -145,6 +145,79 @@ class Owners(Protocol):
         ...
 
 
+class RankGroup(Protocol):
+    """The ranks that split each layer of a stage among them. Each method is a collective."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's place in the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        ...
+
+    @property
+    def device(self) -> Any:  # torch.device, without importing torch here
+        """Where tensors must be."""
+        ...
+
+    def gather(self, tensor: Any) -> list[Any]:
+        """Return every rank's ``tensor``, by rank. All have one shape and dtype."""
+        ...
+
+    def total(self, tensor: Any) -> Any:
+        """Return the sum of every rank's ``tensor``, in new memory."""
+        ...
+
+
+class JoinedValue(Protocol):
+    """A value as blocks see it, and the way back to this rank's part."""
+
+    @property
+    def value(self) -> Any:  # any served value
+        """What blocks see."""
+        ...
+
+    @property
+    def refused(self) -> str:
+        """Why no block may see it, or an empty text."""
+        ...
+
+    def error(self) -> Exception:
+        """Return the error for a value that no block may see."""
+        ...
+
+    def cut_of(self, cut: Cut, where: Callable[[], Any]) -> Cut:
+        """Return ``cut``, or one that refuses what blocks may not see or write.
+
+        Args:
+            cut: How a worker sees values.
+            where: Returns the line of its block, for a message.
+        """
+        ...
+
+    def split(self, value: Any) -> Any:
+        """Return what this rank's model goes on with, when blocks have left ``value``."""
+        ...
+
+
+class Joiner(Protocol):
+    """Makes values whole over the ranks that split each layer. Each method is a collective."""
+
+    def join(self, location: Location, value: Any) -> JoinedValue:
+        """Return the whole of this rank's ``value``."""
+        ...
+
+    def first_difference(self, facts: Sequence[float], value: Any) -> int | None:
+        """Return which of the facts differs between the ranks, or None.
+
+        One number more than there are facts means ``value``, up to rounding.
+        """
+        ...
+
+
 class Cut(Protocol):
     """How one request's worker sees a value that the model computes for a whole batch."""
 

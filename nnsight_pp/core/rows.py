@@ -270,13 +270,13 @@ class TokenCut:
         if not self._is_rows(live):
             _refuse(f"a tensor of shape {list(live.shape)} has no rows of its own for this request")
         with torch.inference_mode(live.is_inference()), torch.no_grad():
-            if new is not mark[0] or _overlaps_itself(live):
+            if new is not mark[0] or overlaps_itself(live):
                 live = live.clone()
             live.narrow(0, self.rows.start, self.rows.count).copy_(new)
         return live
 
 
-def _overlaps_itself(tensor: torch.Tensor) -> bool:
+def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Tell whether two elements share memory (an expanded tensor), so that no write may land."""
     return any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)

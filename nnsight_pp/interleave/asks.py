@@ -34,6 +34,7 @@ from nnsight_pp.errors import (
     OutsideTraceError,
     explain,
 )
+from nnsight_pp.interleave.agreement import Agreement
 from nnsight_pp.interleave.kept_open import stay, watch
 from nnsight_pp.interleave.let_go import LetGo
 from nnsight_pp.interleave.order import Order
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
     from nnsight_pp.core.ask import Ask
     from nnsight_pp.core.lens import Seen
-    from nnsight_pp.core.protocols import Link, Owners, Surface, Switch
+    from nnsight_pp.core.protocols import Joiner, Link, Owners, Surface, Switch
     from nnsight_pp.interleave.clock import Clock
 
 # Where a value is served that stands inside another one (`core.lens`); None for any other.
@@ -69,12 +70,13 @@ class Asks:
         make_lazy: Callable[[RemoteAsk], Any] | None,
         snapshot: Callable[[Any], Any],
         where: str,
+        joiner: Joiner | None = None,
     ) -> None:
         self.clock = clock
         self.stage = stage
         self.where = where
         self.link = link
-        self.parked, self.let_go = Parked(), LetGo()
+        self.parked, self.let_go, self.agreement = Parked(), LetGo(), Agreement(joiner, where)
         self.order = Order(clock, stage=stage, owners=owners, where=where)
         self.finishing = self.order.finishing
         self.alone = self.order.alone
@@ -142,7 +144,8 @@ class Asks:
             ask = RemoteAsk(self, worker, number, owner, location, worker.step, "call")
             return self._make_lazy(ask)
         try:
-            result = _run(worker, self._here(worker, arguments, at=number), run)
+            given = self._here(worker, arguments, at=number)
+            result = self.agreement.call(worker, location, given, lambda: _run(worker, given, run))
         except Exception as error:
             self.alone(worker, error, at=number)
             raise
@@ -260,9 +263,7 @@ class Asks:
         """Give the turn to the model until it, or another stage, answers ``ask``."""
         if getcurrent() is not worker._greenlet:
             raise OutsideTraceError(f"{ask} was made by something that is not its worker")
-        if not self.may_park_in_torch and worker.is_inside_torch():
-            raise self.alone(worker, park_refused(worker, str(ask), self.where))
-        if worker.is_calling:
+        if worker.is_calling or (not self.may_park_in_torch and worker.is_inside_torch()):
             raise self.alone(worker, park_refused(worker, str(ask), self.where))
         if isinstance(ask, Pull):
             self._commit(worker, watching=ask)

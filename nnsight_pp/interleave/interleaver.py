@@ -36,17 +36,17 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from nnsight_pp.core.ask import Join, Pull, Read, Step, Write
+from nnsight_pp.core.ask import Join, Read, Step, Write
 from nnsight_pp.core.lens import through
 from nnsight_pp.core.location import RESULT, Location
-from nnsight_pp.core.protocols import DeferredError
 from nnsight_pp.core.rows import WholeCut
 from nnsight_pp.core.tree import map_leaves
-from nnsight_pp.errors import OutOfOrderError
+from nnsight_pp.interleave.agreement import together
 from nnsight_pp.interleave.asks import Asks
 from nnsight_pp.interleave.clock import Clock, StepClock, VisitClock
-from nnsight_pp.interleave.kept_open import commit_last
+from nnsight_pp.interleave.kept_open import commit_last, give_up
 from nnsight_pp.interleave.observers import Observers
+from nnsight_pp.interleave.remote import bring
 from nnsight_pp.interleave.skips import Skips
 from nnsight_pp.interleave.unwind import unwind
 from nnsight_pp.interleave.visit import Handed, OpenVisit
@@ -55,9 +55,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nnsight_pp.core.ask import Ask
-    from nnsight_pp.core.protocols import Link, Owners, Switch
+    from nnsight_pp.core.protocols import JoinedValue, Joiner, Link, Owners, Switch
     from nnsight_pp.interleave.remote import RemoteAsk
     from nnsight_pp.interleave.worker import Worker
+
+    _Joined = JoinedValue | None
 
 
 @final
@@ -72,6 +74,7 @@ class Interleaver:
         link: How answers cross stages. None with one stage.
         make_lazy: Builds what stands for another stage's value.
         snapshot: Copies a served value for publishing. Default: clones its tensors.
+        joiner: Makes values whole over the ranks that split each layer. None: there is one.
         where: Says in words where this rank is, for messages.
         arrange: Orders the workers that one value is handed to. Default: as they arrived.
     """
@@ -86,6 +89,7 @@ class Interleaver:
         link: Link | None = None,
         make_lazy: Callable[[RemoteAsk], Any] | None = None,
         snapshot: Callable[[Any], Any] | None = None,
+        joiner: Joiner | None = None,
         where: str = "",
         arrange: Callable[[tuple[Worker, ...]], tuple[Worker, ...]] | None = None,
     ) -> None:
@@ -102,7 +106,9 @@ class Interleaver:
             make_lazy=make_lazy,
             snapshot=_copied if snapshot is None else snapshot,
             where=where,
+            joiner=joiner,
         )
+        self._joiner = joiner
         self._switch = switch
         self._link = link
         self._parked = self.asks.parked
@@ -132,8 +138,7 @@ class Interleaver:
         if workers is not None:
             value = self._serve_all(location, value, tuple(workers))
         if self._observed:
-            for _, observe in self._observed.get(location, ()):
-                observe(value)
+            self.observers.show(location, value, self._joiner)
         if self._passed is not None:
             self._passed(location)
         return value
@@ -142,6 +147,7 @@ class Interleaver:
         """Serve ``workers``, then those that come here now: again with a lens, or by a barrier."""
         handed = Handed(value)
         served: dict[int, Ask | None] = {}
+        joined: _Joined = None
         while workers:
             for worker in self._arrange(workers):
                 ask = worker.ask
@@ -153,10 +159,16 @@ class Interleaver:
                     and ask.visit == self.clock.now(worker, location)
                     and not self.skips.is_inside(worker, location)
                 ):
-                    self._hand(worker, ask, handed)
+                    if self._joiner is not None and joined is None:
+                        joined = self._joiner.join(location, value)
+                        handed.value = joined.value
+                    self._hand(worker, ask, handed, joined)
             left = self._parked.at(location)
             workers = () if left is None else tuple(x for x in left if id(x.ask) not in served)
-        return handed.leave()
+        value = handed.leave()  # blocks that share names may have edited it since they had it
+        for worker, _ in () if joined is None else handed.visits:
+            self._agree(worker, (worker.cut or WholeCut()).give(value))
+        return value if joined is None else joined.split(value)
 
     def is_wanted(self, location: Location) -> bool:
         """Whether a worker is parked at ``location``."""
@@ -170,6 +182,13 @@ class Interleaver:
             if isinstance(worker.ask, Step) and worker.ask.step <= step:
                 self.resume(worker, None)
 
+    def agree(self, request: str, *, is_new: bool, has_failed: bool) -> None:
+        """Compare ``request`` after turns that no value of the model has brought."""
+        for worker in self._workers.get(request, ()):
+            self._agree(worker, has_failed=has_failed)
+        if is_new and request not in self._workers:
+            self.asks.agreement.without_worker(request)
+
     def close_step(self, request: str, step: int) -> None:
         """Close ``step`` of ``request``: what was not served in it never will be."""
         assert isinstance(self.clock, StepClock)
@@ -179,29 +198,14 @@ class Interleaver:
                 if worker.ask.location == RESULT:
                     break
                 self._too_late(worker, worker.ask)
+                self._agree(worker)
         if self._link is not None:
             self.asks.let_go.close(self._link, request, step)
 
     def catch_up(self, request: str) -> None:
-        """Bring the values of later stages that workers of ``request`` are parked on.
-
-        Call it at a pipeline-safe point only: every stage has closed the steps so far.
-        """
-        is_last = request in self.asks.finishing
+        """Bring later stages' values that workers are parked on; at pipeline-safe points only."""
         for worker in self._workers.get(request, ()):
-            while isinstance(ask := worker.ask, Pull):
-                if ask.pending is None:
-                    ask.pending = ask.again(is_last)
-                try:
-                    value = ask.pending.wait()
-                except DeferredError:
-                    ask.pending = None
-                    if not is_last:
-                        break
-                except Exception as error:
-                    self._throw(worker, worker.alone(error, is_echo=True))
-                else:
-                    self.resume(worker, value)
+            bring(worker, self.resume, self._throw, is_last=request in self.asks.finishing)
 
     def finish(self, request: str, result: Any = None) -> list[Worker]:
         """End ``request``: serve its result, unwind what is still parked, return its workers."""
@@ -211,17 +215,16 @@ class Interleaver:
         for worker in workers:
             while isinstance(worker.ask, (Read, Write)) and worker.ask.location == RESULT:
                 worker.ask.visit = self.clock.now(worker, RESULT)
-                self._hand(worker, worker.ask, Handed(result))
+                self._hand(worker, worker.ask, Handed(result), None)
         for worker in workers:
-            if not worker.has_ended:
-                self._unwind(worker)
+            self._unwind(worker)
+            self._agree(worker)
         return workers
 
     def drop(self, request: str) -> None:
         """Forget ``request`` and tell the other stages that nothing more is needed of it."""
         for worker in self._workers.pop(request, ()):
-            if not worker.has_ended:
-                self._unwind(worker)
+            self._unwind(worker)
         if self.failed is not None and self.failed.request == request:
             self.failed = None
         self.observers.drop(request)
@@ -242,9 +245,12 @@ class Interleaver:
             "parked": len(self._parked),
         }
 
-    def _hand(self, worker: Worker, ask: Read | Write, handed: Handed) -> None:
+    def _hand(self, worker: Worker, ask: Read | Write, handed: Handed, joined: _Joined) -> None:
         """Open a visit of ``handed`` for ``worker``, and let it run."""
-        visit = OpenVisit(handed, through(ask.seen, worker.cut or WholeCut()))
+        cut = worker.cut or WholeCut()
+        if joined is not None:
+            cut = joined.cut_of(cut, worker.where)
+        visit = OpenVisit(handed, through(ask.seen, cut))
         if worker.timeline is not None and ask.location != RESULT:
             handed.visits.append((worker, visit))
             worker.timeline.now = self.asks.order.moment_of(
@@ -253,25 +259,30 @@ class Interleaver:
         if worker.loop_depth and ask.visit > 0:
             worker.is_relaxed = True
         try:
+            answer = visit.give() if isinstance(ask, Read) else visit.assign(ask.value)
             if isinstance(ask, Read):
-                served = visit.give()
-                self.asks.publish(worker, ask.number, ask.location, served)
-                answer = served
-            else:
-                visit.assign(ask.value)
-                answer = None
+                self.asks.publish(worker, ask.number, ask.location, answer)
         except Exception as error:
             self._throw(worker, self.asks.alone(worker, error, at=ask.number))
+            self._agree(worker)
             return
         worker.visit = visit
         self.resume(worker, answer)
+        if joined is not None:
+            self._agree(worker, cut.give(handed.value))
+
+    def _agree(self, worker: Worker, written: Any = None, *, has_failed: bool = False) -> None:
+        """See Note [Ranks agree after every turn] in `interleave.agreement`."""
+        error = self.asks.agreement.after_turn(worker, written, has_failed=has_failed)
+        for one in together(worker) if error is not None else ():
+            self._unwind(one, error)
 
     def _too_late(self, worker: Worker, ask: Read | Write) -> None:
         error = self.asks.too_late(worker, ask.location, ask.visit)
         self._throw(worker, self.asks.alone(worker, error, at=ask.number))
 
-    def _unwind(self, worker: Worker) -> None:
-        unwind(worker, self._throw, self.where)
+    def _unwind(self, worker: Worker, error: Exception | None = None) -> None:
+        unwind(worker, self._throw, self.where, error)
         if not worker.has_ended:  # it caught all that it was thrown: leave it where it is
             self._unpark(worker)
             worker.abandon()
@@ -282,11 +293,7 @@ class Interleaver:
             self._parked.remove(worker.ask.place, worker)
             self.skips.leave(worker)
         elif isinstance(worker.ask, Join):
-            arrived = self.asks.waiting.get(id(worker.ask.barrier), [])
-            if worker in arrived:
-                arrived.remove(worker)
-            if not arrived:
-                self.asks.waiting.pop(id(worker.ask.barrier), None)
+            give_up(self.asks, worker, worker.ask.barrier)
         worker.ask = None
 
     def resume(self, worker: Worker, value: Any) -> None:
@@ -312,16 +319,12 @@ class Interleaver:
 
     def _ended(self, worker: Worker) -> None:
         if worker.error is None:
-            try:
-                self.asks.order.check_no_late_edit(worker)
-            except OutOfOrderError as error:
-                worker.error = error
+            worker.error = self.asks.order.late_edit(worker)
         if worker.error is None:
             return
         self.failed = self.failed or worker
         if self._link is not None:
-            name = type(worker.error).__name__
-            self._link.fail(worker.request, f"{name}: {worker.error}")
+            self._link.fail(worker.request, f"{type(worker.error).__name__}: {worker.error}")
         if worker.timeline is not None:
             worker.timeline.fail(worker, worker.error)
 

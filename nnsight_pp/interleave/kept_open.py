@@ -29,6 +29,15 @@ def join(asks: Asks, worker: Worker, barrier: object, count: int) -> None:
             watch(worker, visit, str(barrier))
 
 
+def give_up(asks: Asks, worker: Worker, barrier: object) -> None:
+    """Let ``worker`` wait at ``barrier`` no more."""
+    arrived = asks.waiting.get(id(barrier), [])
+    if worker in arrived:
+        arrived.remove(worker)
+    if not arrived:
+        asks.waiting.pop(id(barrier), None)
+
+
 def stay(asks: Asks, worker: Worker) -> None:
     """Let the edits of the open visit land, and keep it: a barrier may open in time."""
     if worker.visit is not None:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nnsight_pp.core.location import Location
+    from nnsight_pp.core.protocols import Joiner
     from nnsight_pp.interleave.worker import Worker
 
 
@@ -27,6 +28,17 @@ class Observers:
     def add(self, location: Location, call: Callable[[Any], None], worker: Worker) -> None:
         """Let ``call`` see each value of ``location``, for ``worker``, after every edit."""
         self.at.setdefault(location, []).append((worker, call))
+
+    def show(self, location: Location, value: Any, joiner: Joiner | None) -> None:
+        """Let those who observe ``location`` see ``value``, whole, or the error in its place."""
+        calls = self.at.get(location)
+        if calls is None:
+            return
+        if joiner is not None:
+            joined = joiner.join(location, value)
+            value = joined.value if not joined.refused else joined.error()
+        for _, call in calls:
+            call(value)
 
     def drop(self, request: str) -> None:
         """Forget what observes for ``request``."""

@@ -151,6 +151,14 @@ class Order:
         # The input itself may have been asked for just before.
         return position, owners.owner_of(into) or 0, before + 1
 
+    def late_edit(self, worker: Worker) -> OutOfOrderError | None:
+        """Return what `check_no_late_edit` raises, or None."""
+        try:
+            self.check_no_late_edit(worker)
+        except OutOfOrderError as error:
+            return error
+        return None
+
     def check_no_late_edit(self, worker: Worker) -> None:
         """See Note [A wait for a call closes the visit] in `interleave.asks`.
 

@@ -17,7 +17,7 @@ from nnsight_pp.interleave.unwind import out_of_order, park_refused
 from nnsight_pp.interleave.worker import running_worker
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from nnsight_pp.core.protocols import Pending
     from nnsight_pp.errors import Where
@@ -182,3 +182,33 @@ class RemoteAsk:
         running = running_worker()
         if running is not None and running.turns is self._asks:
             running.alone(error, is_echo=True)
+
+
+def bring(
+    worker: Worker,
+    resume: Callable[[Worker, Any], None],
+    throw: Callable[[Worker, BaseException], None],
+    *,
+    is_last: bool,
+) -> None:
+    """Give ``worker`` what it is parked on of later stages, as long as it is parked on such values.
+
+    Args:
+        worker: The worker.
+        resume: Gives a worker the turn, with a value.
+        throw: Gives a worker the turn, with an error.
+        is_last: Whether its request is over, so that a call is waited for.
+    """
+    while isinstance(ask := worker.ask, Pull):
+        if ask.pending is None:
+            ask.pending = ask.again(is_last)
+        try:
+            value = ask.pending.wait()
+        except DeferredError:
+            ask.pending = None
+            if not is_last:
+                break
+        except Exception as error:
+            throw(worker, worker.alone(error, is_echo=True))
+        else:
+            resume(worker, value)

@@ -81,13 +81,20 @@ def park_refused(worker: Worker, what: str, ran: str) -> ParkRefusedError:
     )
 
 
-def unwind(worker: Worker, throw: Callable[[Worker, BaseException], None], ran: str) -> None:
-    """End ``worker``, however often its block catches what it is thrown."""
+def unwind(
+    worker: Worker,
+    throw: Callable[[Worker, BaseException], None],
+    ran: str,
+    why: Exception | None = None,
+) -> None:
+    """End ``worker``, however often its block catches what it is thrown: ``why``, if it is told."""
     for _ in range(MOST_THROWS):
         ask = worker.ask
         if worker.has_ended or ask is None:
             return
-        if isinstance(ask, Step):
+        if why is not None:
+            throw(worker, why)
+        elif isinstance(ask, Step):
             throw(worker, loop_warning(worker, f"step {ask.step}"))
         elif isinstance(ask, Pull):
             throw(worker, out_of_order(worker, Visit(ask.location, ask.step), ran))

@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from nnsight_pp.core.saved import SavedSet, active_saves
-from nnsight_pp.errors import BlockError, InternalError, OutsideTraceError, Where, explain
+from nnsight_pp.errors import (
+    BlockError,
+    InternalError,
+    OutsideTraceError,
+    RankDivergenceError,
+    Where,
+    explain,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -95,6 +102,7 @@ class Worker:
         "_echoes",
         "_greenlet",
         "_run",
+        "apart_by",
         "ask",
         "asked",
         "closed_early",
@@ -161,6 +169,7 @@ class Worker:
         self.reached = NEVER
         # A call that this worker waited for until its rank's forward was over, until it catches up.
         self.held_up: Visit | None = None
+        self.apart_by: RankDivergenceError | None = None  # see `agreement`
         # Whether it runs a module, where it must not park.
         self.is_calling = False
         # What was brought from other stages, by owner, location and line.
@@ -169,8 +178,7 @@ class Worker:
         self.memo: Memo | None = None
         # Only where a loop pins visits rather than steps (see `clock.VisitClock`).
         self.is_relaxed = False
-        # Invariant: set only from the moment a value was served until the worker asks for
-        # something else, parks or ends.
+        # Invariant: set only from when a value was served until it asks for another, parks or ends.
         self.visit: OpenVisit | None = None
         self.closed_early: ClosedEarly | None = None
         self.error: BaseException | None = None
@@ -277,8 +285,12 @@ class Worker:
         """Return the number of the ask that is made now."""
         number = self.asked
         self.asked += 1
-        self.trail = zlib.crc32(f"{location}#{visit}".encode(), self.trail)
+        self.note(f"{location}#{visit}")
         return number
+
+    def note(self, text: str) -> None:
+        """Note what every rank must do alike at this line, beside its asks."""
+        self.trail = zlib.crc32(text.encode(), self.trail)
 
     def is_inside_torch(self) -> bool:
         """Whether the running worker's stack holds a handler that torch's own frames have called.

@@ -178,13 +178,20 @@ class Engine:
     ops = VLLM_OPS
 
     def __init__(
-        self, path: str, stages: int, *, in_process: bool = False, enforce_eager: bool = True
+        self,
+        path: str,
+        stages: int,
+        *,
+        tp: int = 1,
+        in_process: bool = False,
+        enforce_eager: bool = True,
     ) -> None:
         """Start an engine; ``in_process`` schedules here, so that batches are alike each time."""
-        self.name = f"vllm-{stages}"
+        self.name = f"vllm-{stages}" if tp == 1 else f"vllm-{stages}-tp{tp}"
         self.model = VLLM(
             path,
             pipeline_parallel_size=stages,
+            tensor_parallel_size=tp,
             dtype="float32",
             enforce_eager=enforce_eager,
             max_model_len=256,

@@ -226,7 +226,6 @@ def test_too_little_memory_is_said_before_a_process_starts(tiny_llama_path: Path
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size=2 is not supported"),
         ({"data_parallel_size": 2}, "data_parallel_size is not supported"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config is not supported"),
         ({"async_scheduling": True}, "async_scheduling=True cannot be used"),

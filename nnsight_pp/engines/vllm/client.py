@@ -78,7 +78,7 @@ class VLLM(VLLMTree):
         dispatch: bool = False,
         **engine_args: Any,
     ) -> None:
-        _check_arguments(tensor_parallel_size, engine_args)
+        _check_arguments(engine_args)
         self._num_ranks = pipeline_parallel_size * tensor_parallel_size
         self._arguments = {
             "model": str(repo_or_path),
@@ -125,6 +125,7 @@ class VLLM(VLLMTree):
         size = given or machine.kv_cache_bytes(
             config.model_config.hf_text_config,
             self._arguments["pipeline_parallel_size"],
+            self._arguments["tensor_parallel_size"],
             self._arguments["max_model_len"],
         )
         machine.check_machine(self._num_ranks, size, is_sized_by_user=given is not None)
@@ -294,15 +295,7 @@ def _size_steps(arguments: dict[str, Any], length: int) -> None:
     arguments["max_num_batched_tokens"] = max(budget, length + min(budget, _ROOM))
 
 
-def _check_arguments(tensor_parallel_size: int, engine_args: dict[str, Any]) -> None:
-    if tensor_parallel_size != 1:
-        raise ConfigurationError(
-            explain(
-                f"tensor_parallel_size={tensor_parallel_size} is not supported yet.",
-                why="A rank would serve its own part of a value as if it were the whole.",
-                todo="Use pipeline_parallel_size to spread the model.",
-            )
-        )
+def _check_arguments(engine_args: dict[str, Any]) -> None:
     for name in ("speculative_config", "spec_method", "spec_model"):
         if engine_args.get(name):
             raise ConfigurationError(f"{name} is not supported: a step must sample one token.")

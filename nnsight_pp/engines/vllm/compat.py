@@ -88,6 +88,14 @@ def exchange(value: Any) -> list[Any]:
     return gathered
 
 
+def tp_group() -> Any:
+    """Return vLLM's group of the ranks that split each layer of this stage.
+
+    Source: vllm 0.32.0 distributed/parallel_state.py:GroupCoordinator.
+    """
+    return groups.get_tp_group()
+
+
 def real_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return the modules that this rank really has, by path.
 
@@ -368,21 +376,3 @@ def may_hold_adapter(module: torch.nn.Module) -> bool:
         isinstance(part, kinds) or ".fused_moe" in type(part).__module__
         for part in module.modules()
     )
-
-
-def repacked(real: dict[str, torch.nn.Module], whole: torch.nn.Module) -> list[str]:
-    """Return the paths of ``real`` whose weights no longer have the shape of the ``whole`` model's.
-
-    Source: vllm 0.32.0 model_executor/layers/utils.py:dispatch_cpu_unquantized_gemm packs a linear
-    layer's weight for the CPU and leaves an empty one.
-    """
-    found = []
-    for path, module in module_paths(whole).items():
-        own = real.get(path)
-        if own is not None:
-            shapes = {name: value.shape for name, value in own.named_parameters(recurse=False)}
-            for name, value in module.named_parameters(recurse=False):
-                if shapes.get(name) != value.shape:
-                    found.append(path)
-                    break
-    return found

@@ -13,7 +13,9 @@ Source: vllm 0.32.0 v1/worker/gpu_model_runner.py: `execute_model`, `_model_forw
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+import os
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -26,12 +28,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nnsight_pp.engines.vllm.side import RankSide
+    from nnsight_pp.engines.vllm.tensor_group import TensorGroup
+
+log = logging.getLogger(__name__)
 
 
 class TracingRunner:
     """Mixed into the runner's class. See the module's text."""
 
     nnsight_side: RankSide | None = None
+    nnsight_group: TensorGroup | None = None
 
     def execute_model(
         self, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any
@@ -81,6 +87,9 @@ class TracingRunner:
         try:
             return forward(*args, **kwargs)
         except Exception as error:
+            group = self.nnsight_group
+            if group is not None and not group.have_all_failed(repr(error)):
+                _end_of_rank(error)
             side.model_failed(error)
             return forward(*spare[0], **spare[1])
         finally:
@@ -117,8 +126,18 @@ def _copied(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def add_tracing(runner: Any, side: RankSide) -> None:
-    """Let ``runner`` trace for ``side``."""
+def _end_of_rank(error: Exception) -> NoReturn:
+    """End this process, and so the engine: the model has failed on some ranks of a layer only.
+
+    The others wait in a collective for this one. An exception would leave them there.
+    """
+    log.critical("the model failed on one tensor-parallel rank alone", exc_info=error)
+    logging.shutdown()
+    os._exit(1)
+
+
+def add_tracing(runner: Any, side: RankSide, group: TensorGroup | None) -> None:
+    """Let ``runner`` trace for ``side``; ``group`` are the ranks that split its layers, if any."""
     kind = type(runner)
     for name in (
         "_model_forward",
@@ -134,3 +153,4 @@ def add_tracing(runner: Any, side: RankSide) -> None:
     if not issubclass(kind, TracingRunner):
         runner.__class__ = type(f"Tracing{kind.__name__}", (TracingRunner, kind), {})
     runner.nnsight_side = side
+    runner.nnsight_group = group

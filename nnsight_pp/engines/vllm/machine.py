@@ -52,18 +52,19 @@ def core_binding(num_ranks: int, cores: list[int]) -> str:
     return "|".join(",".join(map(str, group)) for group in groups)
 
 
-def kv_cache_bytes(config: Any, num_stages: int, max_model_len: int) -> int:
-    """Return how much KV cache a stage needs for some full-length sequences.
+def kv_cache_bytes(config: Any, num_stages: int, tp_size: int, max_model_len: int) -> int:
+    """Return how much KV cache a rank needs for some full-length sequences.
 
     Args:
         config: The model's Hugging Face text configuration.
         num_stages: How many stages share the layers.
+        tp_size: How many ranks split each layer.
         max_model_len: Tokens of the longest sequence.
     """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     layers = -(-config.num_hidden_layers // num_stages)
-    per_token = 2 * layers * heads * size * 4
+    per_token = 2 * layers * -(-heads // tp_size) * size * 4
     return max(_MIN_KV_BYTES, _SEQUENCES * max_model_len * per_token)
 
 

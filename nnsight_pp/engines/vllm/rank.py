@@ -23,18 +23,21 @@ from vllm.tokenizers import get_tokenizer
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.forward import add_tracing
+from nnsight_pp.engines.vllm.layers import Noted, num_ids_of, repacked, rules_of, weight_rule
 from nnsight_pp.engines.vllm.ledger import Ledger
 from nnsight_pp.engines.vllm.names_trial import NamesTrial
 from nnsight_pp.engines.vllm.points import Points
 from nnsight_pp.engines.vllm.root import VLLMTree, object_of
 from nnsight_pp.engines.vllm.side import RankSide
 from nnsight_pp.engines.vllm.surface import RankSurface
+from nnsight_pp.engines.vllm.tensor_group import TensorGroup
 from nnsight_pp.envoys.gate import Gate
 from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.clock import StepClock
 from nnsight_pp.interleave.interleaver import Interleaver
 from nnsight_pp.interleave.serve_order import ShuffledRequests
 from nnsight_pp.parallel.gloo_link import GlooLink, new_group
+from nnsight_pp.parallel.joined import Parts
 from nnsight_pp.parallel.lazy import LazyRemoteTensor, pick
 from nnsight_pp.parallel.owners import StageMap
 from nnsight_pp.parallel.publications import Publications
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 
     from nnsight_pp.core.location import Location
     from nnsight_pp.envoys.envoy import Envoy
+    from nnsight_pp.parallel.parts import Columns
     from nnsight_pp.parallel.place import Place
 
 log = logging.getLogger(__name__)
@@ -106,10 +110,13 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         root = VLLMTree(meta, self._load_tokenizer)
         root.gate = gate
         names = NamesTrial(root)
-        served = self._trial_forward(runner, place, points, names)
-        self._stages = _stage_map(place, real, served, meta)
+        noted = self._trial_forward(runner, place, points, names)
+        self._stages = _stage_map(place, real, noted.order, meta)
+        joiner, root.splits = _joiner(place, real, compat.module_paths(meta), noted)
+        del noted
+        root.joiner = joiner
         root.takes_adapters = self.vllm_config.lora_config is not None
-        own = compat.repacked(real, meta)
+        own = repacked(real, meta, lambda path, name: (path, name) in root.splits)
         root.repacked = frozenset(path for paths in compat.exchange(own) for path in paths)
         with torch.inference_mode(), compat.uncompiled(model):
             untrue = names.untrue(model)
@@ -124,27 +131,25 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             link=link,
             make_lazy=LazyRemoteTensor,
             snapshot=host_copy,
+            joiner=joiner,
             where=str(place),
             arrange=_serve_order(place),
         )
         ledger = Ledger(turns, switch, lambda name: object_of(root, name), place.stage, link)
         turns.asks.surface = RankSurface(root, turns, self._stages, place.stage, ledger.fail_worker)
         self.nnsight_side = RankSide(place, turns, ledger, points, link)
-        add_tracing(runner, self.nnsight_side)
+        add_tracing(runner, self.nnsight_side, TensorGroup() if place.tp_size > 1 else None)
 
-    def _trial_forward(
-        self, runner: Any, place: Place, points: Points, names: NamesTrial
-    ) -> list[Location]:
+    def _trial_forward(self, runner: Any, place: Place, points: Points, names: NamesTrial) -> Noted:
         """Run the model once on a dummy token; return what is served here, in order.
 
         It also makes the buffers that a later stage receives activations in, which vLLM leaves out
         in eager mode (vllm 0.32.0 gpu_model_runner.py:_dummy_run allocates them).
         """
-        served: list[Location] = []
+        noted = Noted()
 
         def note(location: Location, value: Any) -> Any:
-            served.append(location)
-            return names.note(location, value)
+            return names.note(location, noted.serve(location, value))
 
         points.open(note)
         try:
@@ -154,7 +159,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
                     runner.get_model().compute_logits(hidden[:1])
         finally:
             points.shut()
-        return served
+        return noted
 
     def _link(self, place: Place, constant: Callable[[str], Any]) -> GlooLink | None:
         if place.num_stages == 1:
@@ -216,9 +221,9 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
 
 
 def _serve_order(place: Place) -> ShuffledRequests | None:
-    """Return a shuffled order where tests ask for one. It may differ between ranks."""
+    """Return a shuffled order where tests ask for one. It may differ between stages."""
     seed = os.environ.get("NNSIGHT_PP_SERVE_SEED")
-    return ShuffledRequests(f"{seed} {place}") if seed else None
+    return ShuffledRequests(f"{seed} {place.stage}") if seed else None
 
 
 def _stage_map(
@@ -241,6 +246,37 @@ def _stage_map(
         # What a forward meets twice has no one place in its order.
         [[item for item, times in Counter(fact.served).items() if times == 1] for fact in leads],
     )
+
+
+def _joiner(
+    place: Place,
+    real: dict[str, torch.nn.Module],
+    whole: dict[str, torch.nn.Module],
+    noted: Noted,
+) -> tuple[Parts | None, dict[tuple[str, str], Columns]]:
+    """Return what makes values whole on this rank, and the split weights of every stage.
+
+    The rules that not every rank of the stage has found alike are left out: then the ranks' values
+    are compared, and refused.
+    """
+    if place.tp_size == 1:
+        return None, {}
+    rules = rules_of(real, whole, noted, place.tp_size)
+    weights = {
+        (path, name): rule
+        for path, module in real.items()
+        for name, _ in module.named_parameters(recurse=False)
+        if (rule := weight_rule(module, whole.get(path), name, place.tp_size)) is not None
+    }
+    found = compat.exchange((place.stage, rules, weights))
+    peers = [their_rules for stage, their_rules, _ in found if stage == place.stage]
+    agreed = {
+        location: rule
+        for location, rule in rules.items()
+        if all(theirs.get(location) == rule for theirs in peers)
+    }
+    splits = {key: rule for _, _, theirs in found for key, rule in theirs.items()}
+    return Parts(TensorGroup(), agreed, num_ids_of(real)), splits
 
 
 def _hold_real(root: Envoy, real: dict[str, torch.nn.Module]) -> None:

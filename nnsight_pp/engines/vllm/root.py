@@ -21,12 +21,15 @@ from nnsight_pp.errors import NotSupportedError, UnknownLocationError, Where, ex
 from nnsight_pp.interleave.worker import current_worker, running_worker
 from nnsight_pp.parallel.lazy import LazyRemoteTensor
 from nnsight_pp.parallel.pulled import OwnConstant
+from nnsight_pp.parallel.split_weight import SplitWeight
 from nnsight_pp.trace.tracer import BlockTracer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from nnsight_pp.envoys.renaming import Spelling
+    from nnsight_pp.parallel.joined import Parts
+    from nnsight_pp.parallel.parts import Columns
 
 
 class VLLMTree(StandardNames, Envoy):
@@ -47,6 +50,9 @@ class VLLMTree(StandardNames, Envoy):
         self.takes_adapters = False
         # On a rank, why standard names are untrue, by location: alike on every rank.
         self.untrue: Mapping[str, str] = {}
+        # On a rank of several that split each layer: the weights that they split, and what joins.
+        self.splits: dict[tuple[str, str], Columns] = {}
+        self.joiner: Parts | None = None
         self._load_tokenizer = load_tokenizer
         self._tokenizer: Any = None
 
@@ -89,7 +95,8 @@ class VLLMTree(StandardNames, Envoy):
         return turned[0].view_as(q), turned[1].view_as(k)
 
     def _run_quietly(self, node: TreeNode, *args: Any) -> Any:
-        return self._run(node, (args, {}))
+        # Norms and rotary embeddings of heads, which take any number of heads.
+        return self._run_here(node, (args, {}))
 
     def _untrue_names(self) -> Mapping[str, str]:
         return self.untrue
@@ -149,7 +156,15 @@ class VLLMTree(StandardNames, Envoy):
             )
         location = Location(node.path, name)
         ask = worker.turns.constant(worker, location)
-        return LazyRemoteTensor(OwnConstant(location, value.detach()) if ask is None else ask)
+        source = OwnConstant(location, value.detach()) if ask is None else ask
+        rule = self.splits.get((node.path, name))
+        if rule is not None and self.joiner is not None:
+            whole, together = self.joiner.whole, worker.turns.agreement
+            source = SplitWeight(
+                source,
+                lambda part: together.call(worker, location, None, lambda: whole(rule, part)),
+            )
+        return LazyRemoteTensor(source)
 
     def _will_set(self, node: Envoy, name: str) -> None:
         """Refuse new attributes in a block: the tree is shared by all requests."""
@@ -192,6 +207,16 @@ class VLLMTree(StandardNames, Envoy):
         )
 
     def _run(self, node: TreeNode, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+        """Run the module of ``node`` on whole values; return the whole of what it gives.
+
+        Where ranks split the layers, it is a collective.
+        """
+        if self.joiner is None:
+            return self._run_here(node, given)
+        part = self.joiner.arguments(Location(node.path, "input"), given)
+        return self.joiner.result(Location(node.path, "output"), self._run_here(node, part))
+
+    def _run_here(self, node: TreeNode, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """Run the module of ``node`` on copies, with the serve points off."""
         args, kwargs = map_leaves(given, _argument)
         gate = self.gate

@@ -10,6 +10,7 @@ Source: vllm 0.32.0 v1/executor/multiproc_executor.py: only one rank's reply is 
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import time
 from typing import TYPE_CHECKING, Any, final
@@ -104,30 +105,39 @@ class RankSide:
         together: dict[str, list[tuple[TracedRequest, compat.Scheduled]]] = {}
         for item in compat.scheduled(output):
             traced = self._ledger.get(item.request)
+            is_new = traced is None and _payload(item.new) is not None
             try:
-                if traced is None and item.new is not None:
+                if is_new:
                     traced = self._take_in(item)
-                if traced is None:
-                    continue
-                self._in_step.append(traced)
-                if traced.error is not None:
-                    continue
-                if traced.company is not None:
-                    together.setdefault(traced.company.name, []).append((traced, item))
-                    continue
-                self._batch.append((traced, item.step))
-                self._num_resumed += item.is_resumed
-                self._turns.catch_up(item.request)
-                self._ledger.check_whole(traced, item, str(self.place))
-                if traced.error is None:
-                    self._turns.open_step(item.request, item.step)
+                if traced is not None:
+                    self._in_step.append(traced)
+                    if traced.company is not None:
+                        beside = together.setdefault(traced.company.name, [])
+                        beside += [(traced, item)] if traced.error is None else []
+                        continue
+                if traced is not None and traced.error is None:
+                    self._batch.append((traced, item.step))
+                    self._num_resumed += item.is_resumed
+                    self._turns.catch_up(item.request)
+                    self._ledger.check_whole(traced, item, str(self.place))
+                    if traced.error is None:
+                        self._turns.open_step(item.request, item.step)
             except Exception as error:
                 self._broke("opening a step", error, traced)
-        for members in together.values():
+            if traced is not None or is_new:
+                failed = traced is None or traced.error is not None
+                self._turns.agree(item.request, is_new=is_new, has_failed=failed)
+        for name, members in together.items():
+            company = self._ledger.companies[name]
+            is_new = not company.is_started
             try:
-                self._open_together(sorted(members, key=lambda member: member[0].seat))
+                if members:
+                    self._open_together(sorted(members, key=lambda member: member[0].seat))
             except Exception as error:
                 self._broke("opening a step", error, *[traced for traced, _ in members])
+            first = company.in_order()[0]
+            failed = first.error is not None
+            self._turns.agree(first.request, is_new=is_new, has_failed=failed)
 
     def _open_together(self, members: list[tuple[TracedRequest, compat.Scheduled]]) -> None:
         """Do for the requests of one company, which are in order, what others get one by one."""
@@ -149,8 +159,7 @@ class RankSide:
 
     def _take_in(self, item: compat.Scheduled) -> TracedRequest | None:
         payload = _payload(item.new)
-        if payload is None:
-            return None
+        assert payload is not None
         trace, data, member = pickle.loads(payload)
         if member is not None:
             return self._ledger.add_member(item.request, trace, item.new.prompt_len, data, member)
@@ -214,13 +223,8 @@ class RankSide:
         self._points.shut()
         log.warning("the model failed with a block beside it on %s", self.place, exc_info=error)
         for traced, _ in self._batch:
-            text = explain(
-                f"The model failed beside this block: {type(error).__name__}: {error}",
-                why="A value that a block of this step wrote made the model's own code raise.",
-                todo="Check what is written into .input and .output of the modules.",
-                ran=f"request {traced.request} | {self.place}",
-            )
-            self._ledger.fail(traced, BlockError(text))
+            ran = f"request {traced.request} | {self.place}"
+            self._ledger.fail(traced, _beside_failure(error, ran))
 
     def _serve(self, location: Location, value: Any) -> Any:
         try:
@@ -274,13 +278,8 @@ class RankSide:
 
     def statistics(self) -> dict[str, Any]:
         """Return what is alive on this rank, the releases of ended requests waited for."""
-        deadline = time.monotonic() + _SETTLE_S
-        while self._link is not None and time.monotonic() < deadline:
-            if self._link.statistics()["shelves"] <= len(self._ledger):
-                break
-            time.sleep(0.002)
-        link = self._link.statistics() if self._link is not None else {}
-        return {"stage": self.place.stage, "tp_rank": self.place.tp_rank} | {
+        link = {} if self._link is None else _settled(self._link, len(self._ledger))
+        return {"stage": self.place.stage, "tp_rank": self.place.tp_rank, "pid": os.getpid()} | {
             "tracked": len(self._ledger),
             "resumed": self._num_resumed,
             "observed": len(self._turns.observers.at),
@@ -296,7 +295,27 @@ class RankSide:
             self._link.join(2.0)
 
 
+def _settled(link: GlooLink, num_tracked: int) -> dict[str, Any]:
+    """Return the link's gauges, once the releases of ended requests are in or overdue."""
+    deadline = time.monotonic() + _SETTLE_S
+    while link.statistics()["shelves"] > num_tracked and time.monotonic() < deadline:
+        time.sleep(0.002)
+    return link.statistics()
+
+
+def _beside_failure(error: Exception, ran: str) -> BlockError:
+    """Return the error for a block beside which the model's own code has raised ``error``."""
+    return BlockError(
+        explain(
+            f"The model failed beside this block: {type(error).__name__}: {error}",
+            why="A value that a block of this step wrote made the model's own code raise.",
+            todo="Check what is written into .input and .output of the modules.",
+            ran=ran,
+        )
+    )
+
+
 def _payload(new: Any) -> bytes | None:
     """Return what a new request carries for us, from vLLM's data of it."""
-    extra = None if new.sampling_params is None else new.sampling_params.extra_args
+    extra = None if new is None or new.sampling_params is None else new.sampling_params.extra_args
     return None if not extra else extra.get(compat.PAYLOAD)

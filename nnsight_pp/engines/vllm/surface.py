@@ -50,6 +50,7 @@ class RankSurface:
         owned = self._owned if modules is None else self._owned_by_name
         cache = Cache(self._root, worker, modules, dict(options), owned)
         broken: list[Location] = []
+        worker.note("cache")
         for location, observe in cache.observers():
             look = self._of_request(worker, location, observe, broken)
             self._turns.observers.add(location, look, worker)
@@ -79,6 +80,8 @@ class RankSurface:
             if worker.error is not None and not self._is_before_end(worker, location):
                 return
             try:
+                if isinstance(value, Exception):
+                    raise value
                 observe(value)
             except Exception as error:  # it is the request's own: a wrong option, no memory
                 broken.append(location)

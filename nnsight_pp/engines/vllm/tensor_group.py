@@ -1,0 +1,61 @@
+"""The ranks that split each layer of a stage, and what they say to each other.
+
+Source: vllm 0.32.0 distributed/device_communicators/cpu_communicator.py: on CPUs the all-reduce
+works in place, and the shared memory takes three floating dtypes only; other data go through it as
+what has the same bytes.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any, final
+
+import torch
+
+from nnsight_pp.engines.vllm import compat
+
+_SHARED_MEMORY_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+# How long a rank whose model has raised waits for the others to say the same.
+_FAILURE_BOUND_S = 10
+
+
+@final
+class TensorGroup:
+    """The ranks of one stage, by vLLM's own collectives. Each method is one."""
+
+    def __init__(self) -> None:
+        self._group = compat.tp_group()
+        self.rank: int = self._group.rank_in_group
+        self.size: int = self._group.world_size
+        self.device: torch.device = self._group.device
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return every rank's ``tensor``, by rank."""
+        sent = tensor.contiguous().reshape(1, -1)
+        if compat.IS_CPU and tensor.dtype not in _SHARED_MEMORY_TYPES:
+            sent = sent.view(torch.uint8)
+            if sent.shape[1] % 4:
+                sent = torch.nn.functional.pad(sent, (0, 4 - sent.shape[1] % 4))
+            sent = sent.view(torch.float32)
+        rows = self._group.all_gather(sent, 0)
+        if rows.dtype != tensor.dtype:
+            rows = rows.view(torch.uint8)[:, : tensor.nbytes].contiguous().view(tensor.dtype)
+        return [row.view(tensor.shape) for row in rows]
+
+    def total(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of every rank's ``tensor``, in new memory."""
+        return self._group.all_reduce(tensor.clone())
+
+    def have_all_failed(self, text: str) -> bool:
+        """Whether every rank comes here with the same ``text``, within a bound.
+
+        Goes past vLLM's own collectives, in one of which a rank may be stuck.
+        """
+        bound = datetime.timedelta(seconds=_FAILURE_BOUND_S)
+        try:
+            torch.distributed.monitored_barrier(self._group.cpu_group, bound)
+        except RuntimeError:
+            return False
+        texts: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(texts, text, group=self._group.cpu_group)
+        return len(set(texts)) == 1

@@ -1,0 +1,180 @@
+"""The ranks of a tensor-parallel group stay at the same line of a block.
+
+Note [Ranks agree after every turn]
+    A value is joined by a collective, and a collective hangs when one rank comes to it and another
+    does not. So after every turn of a worker, and around every call of a module, the ranks of its
+    stage compare where the worker is now: the number and the checksum of its asks, what it is
+    parked on, how it ended, and sums of what it wrote. The message has one size, so ranks that
+    come to it from different places (one in a call, one at the end of its turn) still meet in it.
+    Ranks that agree serve the same worker at the same place next, where they compare again: by
+    induction no rank ever comes to a collective alone. Where nobody asks, nothing is compared.
+
+    A worker whose ranks differ ends with `RankDivergenceError` on each of them, and is asked and
+    compared no more: other requests do not notice. Workers whose blocks share names are compared
+    as one, and end together.
+"""
+
+from __future__ import annotations
+
+import enum
+import zlib
+from typing import TYPE_CHECKING, Any, final
+
+from nnsight_pp.errors import NotSupportedError, RankDivergenceError, explain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from nnsight_pp.core.location import Location
+    from nnsight_pp.core.protocols import Joiner
+    from nnsight_pp.interleave.worker import Worker
+
+
+class Point(enum.IntEnum):
+    """Where in a block's run the ranks compare."""
+
+    TURN = 1
+    CALL = 2
+    CALLED = 3
+    FAILED = 4
+
+
+# What a difference in each of `_facts` means, in their order; one more for values.
+_MEANINGS = (
+    "one rank called a module where another went on",
+    "they work on different requests",
+    "they made different numbers of asks",
+    "they asked for different values",
+    "the block ended on one rank and goes on on another",
+    "it raised different errors",
+    "they wait for different things",
+    "a failure outside of the block concerns one of them",
+    "they wrote different values, or called a module with different ones",
+)
+
+
+@final
+class Agreement:
+    """What one rank compares with the others of its tensor-parallel group.
+
+    Args:
+        joiner: Talks to the group. None: there is no other rank in it.
+        where: Says in words where this rank is, for messages.
+    """
+
+    def __init__(self, joiner: Joiner | None, where: str) -> None:
+        self._joiner = joiner
+        self._where = where
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether there is another rank in the group."""
+        return self._joiner is not None
+
+    def after_turn(
+        self, worker: Worker, written: Any = None, *, has_failed: bool = False
+    ) -> RankDivergenceError | None:
+        """Compare where ``worker`` is after its turn; return what ends it where the ranks differ.
+
+        Args:
+            worker: The worker, parked or ended.
+            written: This request's share of the value that it was given, as it left it.
+            has_failed: Whether its request failed outside of the block.
+        """
+        if self._joiner is None:
+            return None
+        if worker.apart_by is not None:  # found out in a call, and caught by the block
+            return worker.apart_by
+        facts = _facts(worker, Point.TURN, has_failed=has_failed)
+        meaning = self._joiner.first_difference(facts, written)
+        return None if meaning is None else self._apart(worker, meaning)
+
+    def without_worker(self, request: str) -> None:
+        """Say that ``request`` could not even start here, so that the others end it too."""
+        if self._joiner is not None:
+            facts = (Point.TURN, _checksum([request]), 0, 0, 1, 0, 0, 1)
+            self._joiner.first_difference(facts, None)
+
+    def call(
+        self, worker: Worker, location: Location, arguments: Any, run: Callable[[], Any]
+    ) -> Any:
+        """Return ``run()``, a call of a module, which every rank of the group makes together.
+
+        Raises:
+            RankDivergenceError: Another rank does not make this call, or with other arguments.
+            NotSupportedError: The module gives each rank another value, and no rule joins them.
+        """
+        if self._joiner is None:
+            return run()
+        self._compare(worker, Point.CALL, arguments)
+        try:
+            result = run()
+        except Exception:
+            self._compare(worker, Point.FAILED, None)
+            raise
+        if self._compare(worker, Point.CALLED, result) is not None:
+            raise NotSupportedError(
+                explain(
+                    f"The result of {location} is not the same on every tensor-parallel rank.",
+                    where=worker.where(),
+                    why="Each rank has a piece of it, and no rule says how they make one.",
+                    todo="Call the module that holds this one.",
+                    ran=self._where,
+                )
+            )
+        return result
+
+    def _compare(self, worker: Worker, point: Point, values: Any) -> int | None:
+        """Compare inside a turn; return what differs where that is the result of a call."""
+        assert self._joiner is not None
+        if worker.apart_by is not None:
+            raise worker.apart_by
+        facts = _facts(worker, point)
+        meaning = self._joiner.first_difference(facts, values)
+        if meaning is None or (point is Point.CALLED and meaning == len(facts)):
+            return meaning
+        raise self._apart(worker, meaning)
+
+    def _apart(self, worker: Worker, meaning: int) -> RankDivergenceError:
+        """Return the error that ends ``worker``, on this rank as on the others."""
+        error = RankDivergenceError(
+            explain(
+                "The tensor-parallel ranks went different ways in this block.",
+                where=worker.where(),
+                why=f"At or before this line {_MEANINGS[meaning]}. Every rank runs the block and "
+                "must take the same branches, and make the same edits.",
+                todo="Make the block independent of time, process ids, and set order.",
+                ran=f"request {worker.request} | {self._where}",
+            )
+        )
+        for one in together(worker):
+            one.apart_by = error
+            one.alone(error)
+            if one.has_ended and one.error is None:
+                one.error = error
+        return error
+
+
+def together(worker: Worker) -> Sequence[Worker]:
+    """Return the workers that are compared as one: those whose blocks share names."""
+    return (worker,) if worker.timeline is None else worker.timeline.workers
+
+
+def _facts(worker: Worker, point: Point, *, has_failed: bool = False) -> tuple[float, ...]:
+    """Return what must be the same on every rank, each a number below 2 ** 53."""
+    workers = together(worker)
+    errors = [type(one.error).__name__ for one in workers if one.error is not None]
+    return (
+        point,
+        _checksum(one.request for one in workers),
+        sum(one.asked for one in workers),
+        _checksum(one.trail for one in workers),
+        sum(one.has_ended for one in workers),
+        _checksum(errors),
+        _checksum(one.ask for one in workers),
+        has_failed,
+    )
+
+
+def _checksum(things: Iterable[object]) -> int:
+    return zlib.crc32(" ".join(map(str, things)).encode())

@@ -1,0 +1,327 @@
+"""Values over a tensor-parallel group: joined when a block asks, split when the model goes on.
+
+A location without a rule must hold the same on every rank: it is compared before a block sees it,
+by sums of its elements, and refused where the ranks differ. So what no rule knows is never taken
+for the whole.
+
+Every method that talks to the group is a collective: each rank of the group calls it for the same
+location, in the same order. That this holds is what `interleave.agreement` makes sure of.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from nnsight_pp.core.rows import TokenCut, overlaps_itself
+from nnsight_pp.core.tree import leaves, map_leaves
+from nnsight_pp.errors import NotSupportedError, explain
+from nnsight_pp.parallel.parts import (
+    Columns,
+    PartShapeError,
+    Rule,
+    Summand,
+    join,
+    share,
+    summand,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from nnsight_pp.core.location import Location
+    from nnsight_pp.core.protocols import Cut, RankGroup
+    from nnsight_pp.errors import Where
+
+# Sums of a tensor that are compared: of the elements, of their sizes, of every seventh.
+_SUMS = 3
+_STRIDE = 7
+# Tensors of one value that are compared one by one in a message of fixed size.
+_SLOTS = 8
+NUM_FACTS = 8
+# What rounding may differ between ranks, as a share of the sum of sizes.
+_ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-6}
+_COARSE_ROUNDING = 1e-3
+VALUES = NUM_FACTS
+
+
+@final
+class Joined:
+    """One visit of a location: the whole value, and the way back to this rank's part.
+
+    Attributes:
+        value: What blocks see.
+        refused: Why no block may see it, or an empty text.
+    """
+
+    __slots__ = (
+        "_befores",
+        "_live",
+        "_location",
+        "_parts",
+        "_rules",
+        "_wholes",
+        "refused",
+        "value",
+    )
+
+    def __init__(self, parts: Parts, location: Location, value: Any) -> None:
+        self._parts = parts
+        self._location = location
+        self._rules = parts.rules_of(location)
+        self._live = value
+        self._wholes: list[tuple[Any, int]] = []
+        # Of each summed tensor: a copy, to tell which rows were changed.
+        self._befores: dict[int, torch.Tensor] = {}
+        self.value = value
+        self.refused = ""
+        try:
+            self._join()
+        except PartShapeError as error:
+            self.refused = str(error)
+
+    def _join(self) -> None:
+        tensors = list(leaves(self._live))
+        ruled = self._rules if len(self._rules) == len(tensors) else [None] * len(tensors)
+        plain = [
+            leaf
+            for leaf, rule in zip(tensors, ruled, strict=True)
+            if rule is None and isinstance(leaf, torch.Tensor)
+        ]
+        if plain and not self._parts.is_same(plain):
+            self.refused = "the ranks hold different values, and no rule says how they make one"
+            return
+        if not any(ruled):
+            return
+        rest = iter(ruled)
+        with torch.inference_mode(False), torch.no_grad():
+            self.value = map_leaves(self._live, lambda leaf: self._whole(leaf, next(rest)))
+        self._wholes = [
+            (leaf, leaf._version if rule is not None else 0)
+            for leaf, rule in zip(leaves(self.value), ruled, strict=True)
+        ]
+        self._rules = ruled
+
+    def _whole(self, leaf: Any, rule: Rule | None) -> Any:
+        whole = self._parts.of_rule(rule, leaf) if isinstance(leaf, torch.Tensor) else leaf
+        if isinstance(rule, Summand):
+            self._befores[id(whole)] = whole.clone()
+        return whole
+
+    def error(self, where: Where | None = None) -> NotSupportedError:
+        """Return the error for a value of which this rank has a piece that is not made whole."""
+        return NotSupportedError(
+            explain(
+                f"{self._location} cannot be made whole over the tensor-parallel ranks.",
+                where=where,
+                why=f"{self.refused[:1].upper()}{self.refused[1:]}.",
+                todo="Take the output of the layer that computes it, or of the module around it.",
+            )
+        )
+
+    def cut_of(self, cut: Cut, where: Callable[[], Where | None]) -> Cut:
+        """Return ``cut``, or one that refuses a value that is not whole, or ids of no rank."""
+        if self.refused:
+            return _RefusingCut(lambda: self.error(where()))
+        below = self._parts.num_ids(self._location)
+        return cut if below is None or not isinstance(cut, TokenCut) else TokenCut(cut.rows, below)
+
+    def split(self, value: Any) -> Any:
+        """Return what this rank's model goes on with, when blocks have left ``value``."""
+        if not self._wholes:
+            return value
+        rest = iter(zip(leaves(self._live), self._wholes, self._rules, strict=True))
+        return map_leaves(value, lambda leaf: self._part(leaf, *next(rest)))
+
+    def _part(self, leaf: Any, live: Any, known: tuple[Any, int], rule: Rule | None) -> Any:
+        if rule is None or not isinstance(live, torch.Tensor):
+            return leaf
+        whole, version = known
+        if leaf is whole and leaf._version == version:
+            return live
+        with torch.inference_mode(live.is_inference()), torch.no_grad():
+            part = self._parts.part(rule, leaf, live, self._befores.get(id(whole)))
+            if leaf is not whole or overlaps_itself(live):
+                return part
+            # An edit in place also lands where the live tensor is shared.
+            return live.copy_(part)
+
+
+@final
+class _RefusingCut:
+    """Refuses a value that no block may see."""
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: Callable[[], Exception]) -> None:
+        self._error = error
+
+    def give(self, value: Any) -> Any:
+        """Refuse."""
+        self.check(value, None)
+
+    def check(self, value: Any, assigned: Any) -> None:
+        """Refuse."""
+        raise self._error()
+
+    def marks(self, served: Any) -> Any:
+        """Nothing was given."""
+
+    def put(self, value: Any, served: Any, marks: Any, *, assigned: bool) -> Any:
+        """Return ``value``: nothing was given."""
+        return value
+
+
+@final
+class Parts:
+    """The values of one rank's model, whole for blocks.
+
+    Args:
+        group: The ranks that split each layer.
+        rules: Of each location that holds parts: the rule of each leaf, None for a whole one.
+        num_ids: Of the input of each embedding whose rows are split: how many ids there are. No
+            rank fails on an id that none of them has.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        rules: Mapping[Location, Sequence[Rule | None]],
+        num_ids: Mapping[Location, int] | None = None,
+    ) -> None:
+        self._group = group
+        self._rules = rules
+        self._num_ids = num_ids or {}
+
+    def rules_of(self, location: Location) -> Sequence[Rule | None]:
+        """Return the rule of each leaf at ``location``; empty where no rule is known."""
+        if location.kind == "skipped":
+            location = location._replace(kind="output")
+        return self._rules.get(location, ())
+
+    def num_ids(self, location: Location) -> int | None:
+        """Return how many ids there are, where ``location`` holds ids that ranks share out."""
+        return self._num_ids.get(location)
+
+    def join(self, location: Location, value: Any) -> Joined:
+        """Return the whole of ``value``. A collective; untouched locations never come here.
+
+        Cost: one gather of each part, or one comparison of a value without rules.
+        """
+        return Joined(self, location, value)
+
+    def arguments(self, location: Location, value: Any) -> Any:
+        """Return what a module takes on this rank, when a block calls it with whole values.
+
+        Raises:
+            PartShapeError: They are not the values that the module takes.
+        """
+        rules = self._rules_for(location, value)
+        return map_leaves(
+            value,
+            lambda leaf: (
+                share(rule, leaf, self._group.rank, self._group.size)
+                if isinstance(rule := next(rules), Columns)
+                else leaf
+            ),
+        )
+
+    def result(self, location: Location, value: Any) -> Any:
+        """Return the whole of what a module that a block called gave on this rank. A collective."""
+        rules = self._rules_for(location, value)
+        return map_leaves(value, lambda leaf: self.of_rule(next(rules), leaf))
+
+    def of_rule(self, rule: Rule | None, leaf: Any) -> Any:
+        """Return the whole of ``leaf``, which is what ``rule`` says. A collective, if it is one."""
+        if rule is None:
+            return leaf
+        return self.whole(rule, leaf) if isinstance(rule, Columns) else self._group.total(leaf)
+
+    def _rules_for(self, location: Location, value: Any) -> Iterator[Rule | None]:
+        rules = self.rules_of(location)
+        number = len(list(leaves(value)))
+        if rules and len(rules) != number:
+            raise PartShapeError(f"{location} holds {len(rules)} values here, not {number}")
+        return iter(rules or [None] * number)
+
+    def whole(self, rule: Columns, part: torch.Tensor) -> torch.Tensor:
+        """Return the whole of which ``part`` is this rank's share. A collective.
+
+        Raises:
+            PartShapeError: ``part`` is not what the rule says; on every rank, before data moves.
+        """
+        rule.sizes_in(part, self._group.size)
+        return join(rule, self._group.gather(part))
+
+    def part(
+        self, rule: Rule, whole: torch.Tensor, live: torch.Tensor, before: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return this rank's part of ``whole``, for a live part that was joined to ``before``."""
+        rank, size = self._group.rank, self._group.size
+        if isinstance(rule, Columns):
+            return share(rule, whole, rank, size)
+        assert before is not None
+        return summand(live, before, whole, is_first=rank == 0)
+
+    def is_same(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether every rank holds the same ``tensors``. A collective."""
+        rows = self._gathered([sums_of(tensor) for tensor in tensors])
+        return all(_agree(rows, place, tensor) for place, tensor in enumerate(tensors))
+
+    def first_difference(self, facts: Sequence[float], value: Any) -> int | None:
+        """Return which of ``facts`` differs between the ranks, `VALUES` for ``value``, or None.
+
+        A collective whose message has the same size whatever is compared: ranks that come to it
+        from different places meet here, and see that they do.
+        """
+        tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+        assert len(facts) == NUM_FACTS
+        slots = [sums_of(tensor) for tensor in tensors]
+        for rest in slots[_SLOTS:]:
+            slots[_SLOTS - 1] = slots[_SLOTS - 1] + rest.to(slots[_SLOTS - 1].device)
+        device = tensors[0].device if tensors else torch.device(self._group.device)
+        slots = [one.to(device) for one in slots[:_SLOTS]]
+        slots += [torch.zeros(_SUMS, dtype=torch.float64, device=device)] * (_SLOTS - len(slots))
+        head = torch.tensor(list(facts), dtype=torch.float64, device=device)
+        rows = self._gathered([head, *slots])
+        differs = (rows[:, :NUM_FACTS] != rows[0, :NUM_FACTS]).any(0).nonzero()
+        if len(differs):
+            return int(differs[0])
+        sums = rows[:, NUM_FACTS:]
+        if all(_agree(sums, place, tensor) for place, tensor in enumerate(tensors[:_SLOTS])):
+            return None
+        return VALUES
+
+    def _gathered(self, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return every rank's ``numbers``, a row for each rank, on the host."""
+        with torch.inference_mode(False), torch.no_grad():
+            return torch.stack(self._group.gather(torch.cat(list(numbers)))).cpu()
+
+
+def sums_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return sums by which ``tensor`` is compared between ranks.
+
+    Cost: two passes over it.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        flat = tensor.detach()
+        if not flat.is_floating_point() or flat.itemsize == 1:
+            flat = flat.to(torch.float64)
+        every = flat.flatten()[::_STRIDE]
+        return torch.stack(
+            [
+                flat.sum(dtype=torch.float64),
+                torch.linalg.vector_norm(flat, 1, dtype=torch.float64),
+                every.sum(dtype=torch.float64),
+            ]
+        )
+
+
+def _agree(rows: torch.Tensor, place: int, tensor: torch.Tensor) -> bool:
+    """Whether the sums at ``place`` are the same in every row, up to rounding."""
+    sums = rows[:, place * _SUMS : (place + 1) * _SUMS].nan_to_num(nan=-1e300)
+    rounding = _ROUNDING.get(tensor.dtype, _COARSE_ROUNDING)
+    if not tensor.is_floating_point():
+        rounding = 0.0
+    return bool(((sums - sums[0]).abs() <= rounding * sums[:, 1].abs().max()).all())

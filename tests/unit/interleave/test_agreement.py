@@ -1,0 +1,188 @@
+"""Two ranks that split the layers: whole values, edits that land, and blocks that differ."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from fakes.thread_ranks import (
+    FUSED,
+    LAST,
+    SUMMED,
+    TOKENS,
+    UNKNOWN,
+    WHOLE,
+    call,
+    read,
+    run_split,
+    write,
+)
+from nnsight_pp.errors import NotSupportedError, OutOfOrderError, RankDivergenceError
+
+ROWS = torch.arange(float(TOKENS))[:, None]
+PLAIN = ROWS + torch.arange(6.0)
+
+
+def reads_last(rank: int, out: list[Any]) -> None:
+    out.append(read(LAST))
+
+
+def test_values_are_whole_and_alike_on_both_ranks():
+    def block(rank: int, out: list[Any]) -> None:
+        out.extend(read(location) for location in (FUSED, WHOLE, SUMMED, LAST))
+
+    ranks, found = run_split({"r": block})
+    assert [rank.workers["r"].error for rank in ranks] == [None, None]
+    for values in (found[0]["r"], found[1]["r"]):
+        assert torch.equal(values[0], 10 * ROWS + torch.arange(6.0))
+        assert torch.equal(values[1], PLAIN)
+        assert torch.equal(values[2], 3 * PLAIN)
+
+
+def test_edits_are_split_back_and_a_sum_counts_once():
+    def block(rank: int, out: list[Any]) -> None:
+        fused = read(FUSED)
+        fused[:, 1:5] = -1
+        fused[0, 5] = 99
+        write(SUMMED, read(SUMMED) + 1)
+
+    ranks, _ = run_split({"plain": reads_last, "r": block})
+    first, second = (rank.seen[FUSED] for rank in ranks)
+    assert torch.equal(first[TOKENS:, 1:], torch.full((TOKENS, 2), -1.0))
+    assert second[TOKENS, 2] == 99
+    assert torch.equal(second[TOKENS:, :2], torch.full((TOKENS, 2), -1.0))
+    assert torch.equal(first[:TOKENS], 10 * ROWS + torch.tensor([0, 1, 4]))
+    total = ranks[0].seen[SUMMED] + ranks[1].seen[SUMMED]
+    rows = torch.arange(2.0 * TOKENS)[:, None] + torch.arange(6.0)
+    assert torch.equal(total[TOKENS:], 3 * rows[TOKENS:] + 1)
+    # The neighbour's summands are the ones that the model has computed.
+    assert torch.equal(ranks[1].seen[SUMMED][:TOKENS], 2 * rows[:TOKENS])
+
+
+def test_untouched_locations_cost_no_collective():
+    ranks, _ = run_split({"r": lambda rank, out: None}, num_steps=2)
+    # Ten are the model's own. One for taking the request in, one for each step's start, one for
+    # its end.
+    assert ranks[0].group.num_collectives == 10 + 1 + 2 + 1
+
+
+def test_a_value_that_no_rule_makes_whole_is_refused_at_its_line():
+    def block(rank: int, out: list[Any]) -> None:
+        try:
+            read(UNKNOWN)
+        except NotSupportedError as error:
+            out.append(str(error))
+        out.append(read(LAST))
+
+    ranks, found = run_split({"r": block, "neighbour": reads_last})
+    assert "model.unknown.output cannot be made whole" in found[0]["r"][0]
+    assert found[0]["r"][0].splitlines()[0] == found[1]["r"][0].splitlines()[0]
+    assert all(torch.equal(out["r"][1], PLAIN) for out in found)
+    assert all(worker.error is None for rank in ranks for worker in rank.workers.values())
+
+
+def asks_elsewhere(rank: int, out: list[Any]) -> None:
+    read(FUSED)
+    read(SUMMED if rank == 0 else LAST)
+
+
+def asks_from_the_start(rank: int, out: list[Any]) -> None:
+    read(FUSED if rank else WHOLE)
+
+
+def asks_less(rank: int, out: list[Any]) -> None:
+    read(WHOLE)
+    if rank == 0:
+        read(SUMMED)
+
+
+def writes_its_rank(rank: int, out: list[Any]) -> None:
+    read(WHOLE)[0, 0] = os.getpid() + rank
+
+
+def raises_alone(rank: int, out: list[Any]) -> None:
+    read(FUSED)
+    if rank == 1:
+        raise KeyError("mine")
+    read(SUMMED)
+
+
+def calls_alone(rank: int, out: list[Any]) -> None:
+    read(FUSED)
+    if rank == 0:
+        call("model.whole", PLAIN, lambda value: value + 1)
+    read(LAST)
+
+
+def calls_with_its_own(rank: int, out: list[Any]) -> None:
+    read(FUSED)
+    call("model.whole", PLAIN + rank, lambda value: value + 1)
+
+
+def catches_everything(rank: int, out: list[Any]) -> None:
+    read(FUSED)
+    for location in (SUMMED, UNKNOWN, LAST) if rank else (LAST, LAST, LAST):
+        try:
+            read(location)
+        except Exception as error:
+            out.append(error)
+
+
+def catches_in_a_call(rank: int, out: list[Any]) -> None:
+    read(FUSED)
+    try:
+        if rank == 0:
+            call("model.whole", PLAIN, lambda value: value + 1)
+    except RankDivergenceError as error:
+        out.append(error)
+    read(LAST)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        catches_in_a_call,
+        asks_elsewhere,
+        asks_from_the_start,
+        asks_less,
+        writes_its_rank,
+        raises_alone,
+        calls_alone,
+        calls_with_its_own,
+        catches_everything,
+    ],
+)
+def test_a_block_that_differs_between_ranks_ends_alone(block: Any):
+    ranks, found = run_split({"before": reads_last, "r": block, "after": reads_last}, num_steps=2)
+    errors = [rank.workers["r"].error for rank in ranks]
+    assert isinstance(errors[0], RankDivergenceError)
+    assert isinstance(errors[1], KeyError if block is raises_alone else RankDivergenceError)
+    assert "tensor-parallel ranks went different ways" in str(errors[0])
+    for rank in ranks:
+        assert rank.workers["before"].error is None
+        assert rank.workers["after"].error is None
+        assert rank.turns.statistics() == {"requests": 0, "workers": 0, "parked": 0}
+    assert torch.equal(found[0]["after"][0], found[1]["after"][0])
+
+
+def test_an_error_that_both_ranks_see_is_raised_as_it_is():
+    def block(rank: int, out: list[Any]) -> None:
+        read(SUMMED)
+        read(FUSED)
+
+    ranks, _ = run_split({"r": block})
+    assert all(isinstance(rank.workers["r"].error, OutOfOrderError) for rank in ranks)
+
+
+def test_a_call_that_gives_each_rank_another_value_is_refused():
+    def block(rank: int, out: list[Any]) -> None:
+        read(FUSED)
+        call("model.whole", PLAIN, lambda value: value * (1 + rank))
+
+    ranks, _ = run_split({"r": block})
+    for rank in ranks:
+        assert isinstance(rank.workers["r"].error, NotSupportedError)
+        assert "not the same on every tensor-parallel rank" in str(rank.workers["r"].error)
