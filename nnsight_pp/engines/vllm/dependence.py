@@ -30,6 +30,8 @@ _CONTAINERS = (list, dict, set, tuple)
 
 def companies_of(invocations: Sequence[Invocation]) -> list[list[int]]:
     """Return the positions of the invokes that depend on each other, company by company."""
+    if len(invocations) < 2:
+        return []
     able = [number for number, one in enumerate(invocations) if not one.block.does_nothing()]
     facts = {number: _Facts(invocations[number]) for number in able}
     company = {number: {number} for number in able}

@@ -84,7 +84,7 @@ class RankSide:
     # -- before the forward --------------------------------------------------------------------
 
     def is_concerned(self, output: Any) -> bool:
-        """Whether the step holds a request with a block; alike on every rank.
+        """Whether the step holds a request with a block; alike on every rank. Call it for each.
 
         Cost: where nobody traces, one look at each request that is new.
         """
