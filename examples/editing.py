@@ -1,4 +1,4 @@
-"""Editing: a model that differs in one place, beside the untouched one.
+"""Editing: an intervention that stays until it is taken away.
 
 python examples/editing.py [--engine vllm --stages 2]
 """
@@ -12,14 +12,6 @@ PROMPTS = ("The Eiffel Tower is located in the city of", "The Colosseum is locat
 LAYERS = (21, 23)
 
 
-def without_attention(model: Any) -> Any:
-    """Return the model with two attention layers that add nothing; ``model`` stays as it is."""
-    with model.edit() as (_, edited):
-        for layer in LAYERS:
-            model.layers[layer].attn.output[:] = 0
-    return edited
-
-
 @torch.no_grad()
 def answer(model: Any, prompt: str) -> tuple[str, float]:
     """Return the best next token, and its probability."""
@@ -29,12 +21,25 @@ def answer(model: Any, prompt: str) -> tuple[str, float]:
     return model.tokenizer.decode(token), float(chance)
 
 
+def silence(model: Any) -> None:
+    """Let two attention layers add nothing, in every later trace."""
+    with model.edit(inplace=True):
+        for layer in LAYERS:
+            model.layers[layer].attn.output[:] = 0
+
+
+def tell(name: str, model: Any) -> None:
+    for prompt in PROMPTS:
+        token, chance = answer(model, prompt)
+        print(f"{name:15}  {prompt!r}  {token!r} {chance:.3f}")
+
+
 def main(model: Any) -> None:
-    edited = without_attention(model)
-    for name, one in (("untouched", model), ("edited", edited), ("untouched again", model)):
-        for prompt in PROMPTS:
-            token, chance = answer(one, prompt)
-            print(f"{name:15}  {prompt!r}  {token!r} {chance:.3f}")
+    tell("untouched", model)
+    silence(model)
+    tell("edited", model)
+    model.clear_edits()
+    tell("untouched again", model)
 
 
 if __name__ == "__main__":

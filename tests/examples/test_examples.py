@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import re
 from pathlib import Path
 
@@ -27,6 +26,7 @@ NAMES = (
 EIFFEL = "The Eiffel Tower is located in the city of"
 COLOSSEUM = "The Colosseum is located in the city of"
 DOCS = Path(__file__).parents[2] / "docs"
+README = (DOCS.parent / "README.md").read_text()
 # Half of the last printed digit, and what two engines differ by in float32.
 NEAR = 0.012
 
@@ -47,14 +47,15 @@ def rows(text, pattern):
     return found
 
 
-# What an engine refuses as a whole; the page says so.
-REFUSED = ("editing",)
+# The README's table of what is refused decides what is expected of an engine.
+REFUSES_EDITS = re.search(r"^\|[^|]*`edit`[^|]*`VLLM`[^|]*\| refused", README, re.MULTILINE)
+REFUSED = {"editing"} if REFUSES_EDITS else set()
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_an_engine_refuses_is_refused_at_the_line(name, two_stages):
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_an_engine_refuses_is_refused_at_the_line(name, printed):
     with pytest.raises(NotSupportedError, match="edit"):
-        importlib.import_module(name).main(two_stages)
+        printed(name, "two_stages")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
@@ -300,7 +301,7 @@ def test_the_cache_holds_what_the_modules_gave(local, hf, printed):
         assert share == pytest.approx(float(mlp[-1].norm() / stream[-1].norm()), abs=NEAR)
 
 
-def test_an_edited_model_stands_beside_the_untouched_one(local, hf, printed):
+def test_an_edit_stays_until_it_is_taken_away(local, hf, printed):
     import editing
 
     found = rows(printed("editing", "local"), r"(\w[\w ]*?)  +('.*?')  ('.*?') (\S+)$")
