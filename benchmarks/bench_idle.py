@@ -73,6 +73,9 @@ class Plain:
         with model._environment(), machine.hidden_main():
             self.llm = LLM(**same)
         self.start_s = time.perf_counter() - started
+        # vLLM 0.32 makes a later stage's buffers in a dummy run, and leaves that out in eager mode
+        # on CPUs: the first request would end the engine.
+        self.llm.collective_rpc("execute_dummy_batch")
 
     def generate(self, prompts: list[str], num_tokens: int) -> None:
         params = self._params(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)

@@ -135,6 +135,24 @@ def test_a_prompt_of_the_full_length_goes_on_beside_others(
     assert model.request_counts() == [0, 0]
 
 
+def test_blocks_that_share_a_name_begin_in_one_step(
+    model: VLLM, steps: list[dict[str, int]]
+) -> None:
+    layers = list(model.model.layers)
+    with model.trace(temperature=0.0, max_tokens=1) as tracer:
+        with tracer.invoke(LONG):
+            clean = layers[1].mlp.output[-1]
+        with tracer.invoke(LONG + "and again"):
+            value = layers[2].mlp.output
+            value[-1] = clean
+            patched = value[-1].save()
+    with model.trace(LONG, temperature=0.0, max_tokens=1):
+        alone = layers[1].mlp.output[-1].save()
+    assert_same(patched, alone, "patched")
+    both = [len(ids_of(model, LONG)), len(ids_of(model, LONG + "and again"))]
+    assert sorted(steps[0].values()) == sorted(both)
+
+
 def test_untraced_answers_are_those_of_whole_prompts(model: VLLM, tiny_llama_path: Path) -> None:
     _, tokens = reference(tiny_llama_path, OTHER, 4)
     outs = model.generate([OTHER, LONG, OTHER], temperature=0.0, max_tokens=4, ignore_eos=True)

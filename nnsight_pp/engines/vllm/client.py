@@ -24,6 +24,7 @@ from nnsight_pp.engines.vllm.batch import Batch
 from nnsight_pp.engines.vllm.progress import shown
 from nnsight_pp.engines.vllm.prompts import sampling_params
 from nnsight_pp.engines.vllm.root import VLLMTree
+from nnsight_pp.engines.vllm.whole_prompts import ROOM
 from nnsight_pp.errors import (
     ConfigurationError,
     EngineError,
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 _WORKER = "nnsight_pp.engines.vllm.rank.RankWorker"
 _SCHEDULER = "nnsight_pp.engines.vllm.schedule.TracingScheduler"
-# What other requests keep of a step that a long prompt with a block fills, in tokens.
-_ROOM = 256
 _FORCED = {
     # One round of a request at a time: a rank that opens round k knows that all have finished
     # the rounds before it.
@@ -292,7 +291,7 @@ def _size_steps(arguments: dict[str, Any], length: int) -> None:
     if "max_num_scheduled_tokens" in arguments:
         return
     arguments["max_num_scheduled_tokens"] = budget
-    arguments["max_num_batched_tokens"] = max(budget, length + min(budget, _ROOM))
+    arguments["max_num_batched_tokens"] = max(budget, length + min(budget, ROOM))
 
 
 def _check_arguments(engine_args: dict[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 Everybody else's prompts are cut to the step's budget (`max_num_scheduled_tokens`) as vLLM cuts
 them. A block must see its prompt at once: its writes into a layer's rows come before anything that
-depends on them. So when a prompt with a block is next in the queue, its step's budget grows by the
-prompt, up to what the runner's buffers hold (`max_num_batched_tokens`), and what the others lose
-of theirs in that step, if anything, they get in the next one.
+depends on them. So when prompts with blocks are next in the queue, their step's budget grows by
+them, up to what the runner's buffers hold (`max_num_batched_tokens`), and what the others lose of
+theirs in that step, if anything, they get in the next one.
 
 Source: vllm 0.32.0 v1/core/sched/scheduler.py: `schedule` asks `_reserve_prefill_lookahead` how
 many tokens each request gets, before it allocates anything for them.
@@ -15,6 +15,10 @@ from __future__ import annotations
 from typing import Any
 
 from nnsight_pp.engines.vllm import compat
+
+# What other requests keep of a step that grows, in tokens: a prompt that waits for memory must not
+# stop those that will free it.
+ROOM = 256
 
 
 class WholePromptScheduler(compat.Scheduler):
@@ -28,14 +32,15 @@ class WholePromptScheduler(compat.Scheduler):
         self._has_grown = False
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedule a step as vLLM does, with room for the prompt with a block that is next."""
+        """Schedule a step as vLLM does, with room for the prompts with blocks that are next."""
         wanted = self._next_whole()
         if not wanted:
             return super().schedule(*args, **kwargs)
         budget = self.max_num_scheduled_tokens
         total = min(self._most, budget + wanted)
         # Invariant: what is left here is never more than what vLLM's own loop has left.
-        self._left, self._left_for_others = total, max(0, min(budget, total - wanted))
+        self._left = total
+        self._left_for_others = min(budget, max(total - wanted, ROOM))
         self._has_grown, self.max_num_scheduled_tokens = True, total
         try:
             return super().schedule(*args, **kwargs)
@@ -43,23 +48,21 @@ class WholePromptScheduler(compat.Scheduler):
             self._has_grown, self.max_num_scheduled_tokens = False, budget
 
     def _next_whole(self) -> int:
-        """Return the tokens of the prompt with a block that is next in the queue, or 0.
+        """Return the tokens of the prompts with blocks that are next in the queue, or 0.
 
-        With those of the prompts that must run in the same steps.
+        All of them, as far as they fit: blocks that share names must begin in one step.
         """
         if not self.waiting or len(self.running) >= self.max_num_active_reqs:
             return 0
-        request = self.waiting.peek_request()
-        if not self._is_whole(request):
+        if not self._is_whole(self.waiting.peek_request()):
             return 0
-        company = request.sampling_params.extra_args.get(compat.COMPANY)
-        if company is None:
-            return request.num_tokens
-        return sum(
-            one.num_tokens
-            for one in self.waiting
-            if self._is_whole(one) and one.sampling_params.extra_args.get(compat.COMPANY) == company
-        )
+        limit = self._most - (min(self.max_num_scheduled_tokens, ROOM) if self.running else 0)
+        wanted = 0
+        for request in self.waiting:
+            if not self._is_whole(request) or (wanted and wanted + request.num_tokens > limit):
+                break
+            wanted += request.num_tokens
+        return wanted
 
     def _is_whole(self, request: Any) -> bool:
         """Whether ``request`` must run in one step, and can."""
