@@ -3,14 +3,12 @@
 One round trip is driver -> worker -> driver. All variants run in one process, in turns, so that
 a busy machine disturbs them alike. Prints one Markdown table and the line of the environment.
 
-    python benchmarks/bench_thread_state.py [samples]
+    python -m benchmarks.bench_thread_state [--quick] [--json FILE]
 """
 
 from __future__ import annotations
 
 import os
-import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from typing import Any
 import greenlet
 import torch
 
+from benchmarks.findings import Finding, main
 from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.extension import load_extension
 
@@ -26,8 +25,10 @@ ROUND_TRIPS_PER_SAMPLE = 200
 
 extension = load_extension()
 native = thread_state.load()
-main = greenlet.getcurrent()
+driver = greenlet.getcurrent()
 Loop = Callable[[int], None]
+# Its workers park for ever.
+_alive: list[dict[str, Loop]] = []
 
 
 class Lazy:
@@ -40,7 +41,7 @@ class Lazy:
 
 def park() -> None:
     while True:
-        main.switch()
+        driver.switch()
 
 
 def park_in_torch() -> None:
@@ -174,25 +175,22 @@ def measure(loops: dict[str, Loop], num_samples: int) -> dict[str, list[float]]:
     return samples
 
 
-def print_table() -> None:
-    num_samples = int(sys.argv[1]) if len(sys.argv) > 1 else 400
+def findings(*, quick: bool) -> list[Finding]:
+    """Return each round trip beside a bare one."""
     loops = variants()
-    samples = measure(loops, num_samples)
-    medians = {name: statistics.median(values) for name, values in samples.items()}
-    base = next(iter(medians.values()))
-    print("| round trip | median us | p90 us | added us |")
-    print("|---|---:|---:|---:|")
-    for name, values in samples.items():
-        p90 = statistics.quantiles(values, n=10)[-1]
-        print(f"| {name} | {medians[name]:.2f} | {p90:.2f} | {medians[name] - base:.2f} |")
-    print(
-        f"\ntorch {torch.__version__}, greenlet {greenlet.__version__}, "
-        f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores"
-    )
-    sys.stdout.flush()
-    # The workers in `loops` park for ever; leave without unwinding them.
-    os._exit(0)
+    _alive.append(loops)
+    samples = measure(loops, 10 if quick else 400)
+    titles = list(samples)
+    bare_title, bare_samples = titles[0], samples[titles[0]]
+    return [
+        Finding(f"round_trip_{number}", title, samples[title], bare_samples, bare_title)
+        for number, title in enumerate(titles)
+        if number
+    ]
 
 
 if __name__ == "__main__":
-    print_table()
+    status = main(findings, __doc__)
+    sys.stdout.flush()
+    # The workers of the variants park for ever; leave without unwinding them.
+    os._exit(status)

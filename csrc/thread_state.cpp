@@ -43,6 +43,7 @@
 // snapshots are taken around all this (also on request: `set_full_snapshots`).
 
 #include "bundle.hpp"
+#include "serve_point.hpp"
 
 #include <greenlet.h>
 
@@ -297,6 +298,10 @@ PyObject* module_warn(PyObject*, PyObject* text) {
   Py_RETURN_NONE;
 }
 
+PyObject* module_stack_address(PyObject*, PyObject*) {
+  return PyLong_FromVoidPtr(__builtin_frame_address(0));
+}
+
 PyObject* slot_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"grad_enabled", nullptr};
   int grad_enabled = 1;
@@ -402,6 +407,9 @@ PyMethodDef module_methods[] = {
      "Take at::ThreadLocalState snapshots at every switch; returns the previous setting."},
     {"capture", module_capture, METH_NOARGS, "A plain at::ThreadLocalState snapshot."},
     {"install", module_install, METH_O, "Install what capture() returned."},
+    {"stack_address", module_stack_address, METH_NOARGS, "Where this thread's C stack is now."},
+    {"point_call", as_method(nnsight_pp::make_point_call), METH_FASTCALL,
+     "point_call(ServePoint, Gate): a `__call__` for ServePoint (see serve_point.cpp)."},
     {"warn", module_warn, METH_O, "Emit a torch warning through the handler in force."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -20,7 +20,7 @@
     ├── EngineError                 your configuration, your machine or your vLLM version
     │   ├── ConfigurationError          a setting that cannot work (also a ValueError)
     │   ├── MachineError                not enough cores or memory, or no compiler
-    │   │   └── ExtensionBuildError         the compiler refused the thread-state extension
+    │   │   └── ExtensionBuildError         the compiler refused our extension
     │   ├── EngineDiedError             the engine stopped answering
     │   └── PullTimeoutError            a bound on a wait between stages ran out
     ├── InternalError               a bug in nnsight_pp
@@ -121,7 +121,7 @@ class MachineError(EngineError):
 
 
 class ExtensionBuildError(MachineError):
-    """The thread-state extension could not be compiled."""
+    """The extension (csrc/) could not be compiled."""
 
 
 class EngineDiedError(EngineError):

@@ -9,25 +9,32 @@ the text means what it meant in its function is `core.meaning`.
 from __future__ import annotations
 
 import ast
-import dis
 import io
 import linecache
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from nnsight_pp.core.meaning import as_in_function, bound_names, read_names, refuse_leaving
+from nnsight_pp.core.meaning import (
+    Facts,
+    as_in_function,
+    facts_of,
+    may_differ,
+    refuse_leaving,
+)
 from nnsight_pp.core.sharing import Uses, uses_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from types import CodeType
 
-_DO_NOTHING = frozenset({"CACHE", "LOAD_CONST", "NOP", "RESUME", "RETURN_CONST", "RETURN_VALUE"})
+# With these a block can bind names that its text does not show.
+_BIND_MORE = frozenset({"eval", "exec", "globals", "locals", "setattr", "vars"})
 # Put into every scope by Python or by `Scope`, and bound by no block.
 _OF_THE_SCOPE = frozenset({"__builtins__", "__name__"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Block:
     """The text of a block and where it stood.
 
@@ -56,27 +63,48 @@ class Block:
             SyntaxError: The block holds a statement that only its own function could run, such
                 as `return`; the error stands at the user's line.
         """
-        return _compiled(self).code
+        return self._known.code
+
+    def compile(self, body: list[ast.stmt] | None = None) -> None:
+        """Compile the block now.
+
+        Args:
+            body: What ``source`` parses to, at its own lines, where somebody has it; changed.
+
+        Raises:
+            SyntaxError: As `code` does.
+        """
+        if body is not None and "_known" not in self.__dict__:
+            self.__dict__["_known"] = _compile(self, body)
+        self.code()
 
     def reads(self) -> frozenset[str]:
         """Return the names that the block, or anything nested in it, looks up around itself."""
-        return _compiled(self).reads
+        return self._known.facts.reads
 
     def binds(self) -> frozenset[str]:
         """Return the names that the block itself binds."""
-        return _compiled(self).binds
+        return self._known.facts.binds
 
     def does_nothing(self) -> bool:
         """Whether the block is compiled to nothing, as `pass` is."""
-        return _compiled(self).does_nothing
+        return self._known.facts.does_nothing
 
-    def attributes(self) -> frozenset[str]:
-        """Return every attribute name that the block mentions."""
-        return _compiled(self).attributes
+    def binds_more(self) -> bool:
+        """Whether the block may bind names that `binds` cannot know."""
+        return self._known.binds_more
+
+    @cached_property
+    def _known(self) -> _Compiled:
+        return _compiled(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without what was compiled.
+        return Block, tuple(getattr(self, one.name) for one in fields(self))
 
     def uses(self) -> Uses:
         """Return what the block may do with the names around it."""
-        return _compiled(self).uses
+        return _uses(self)
 
     def show_in_tracebacks(self) -> None:
         """Let this process's tracebacks show the block's lines where it has no such file."""
@@ -93,32 +121,45 @@ def lines_of(text: str) -> list[str]:
 @dataclass(frozen=True, slots=True)
 class _Compiled:
     code: CodeType
-    reads: frozenset[str]
-    binds: frozenset[str]
-    attributes: frozenset[str]
-    does_nothing: bool
-    uses: Uses
+    facts: Facts
+    binds_more: bool
 
 
 @lru_cache(maxsize=512)
 def _compiled(block: Block) -> _Compiled:
-    # A header one line above keeps the body's indentation and line numbers as they are.
-    text = "\n" * (block.first_line - 2) + "if 1:\n" + block.source
-    holder = ast.parse(text, block.filename).body[0]
+    holder = ast.parse(_text_of(block), block.filename).body[0]
     assert isinstance(holder, ast.If)
-    module = ast.Module(body=holder.body, type_ignores=[])
-    refuse_leaving(module, block.filename, lines_of(text))
-    uses = uses_of(module)
-    attributes = {node.attr for node in ast.walk(module) if isinstance(node, ast.Attribute)}
+    return _compile(block, holder.body)
+
+
+@lru_cache(maxsize=512)
+def _uses(block: Block) -> Uses:
+    holder = ast.parse(_text_of(block), block.filename).body[0]
+    assert isinstance(holder, ast.If)
+    return uses_of(ast.Module(body=holder.body, type_ignores=[]))
+
+
+def _text_of(block: Block) -> str:
+    # A header one line above keeps the body's indentation and line numbers as they are.
+    return "\n" * (block.first_line - 2) + "if 1:\n" + block.source
+
+
+def _compile(block: Block, body: list[ast.stmt]) -> _Compiled:
+    module = ast.Module(body=body, type_ignores=[])
 
     def compiled(tree: ast.Module) -> CodeType:
         return compile(tree, block.filename, "exec", flags=block.flags, dont_inherit=True)
 
-    code = compiled(as_in_function(module, compiled, block.receiver))
-    code = code.replace(co_name=block.name, co_qualname=block.name)
-    nothing = all(one.opname in _DO_NOTHING for one in dis.get_instructions(code))
+    code = None if may_differ(module, block.source) else compiled(module)
+    facts = None if code is None else facts_of(code)
+    if code is None or facts is None or facts.has_annotations:
+        refuse_leaving(module, block.filename, lines_of(_text_of(block)))
+        code = compiled(as_in_function(module, compiled, block.receiver))
+        facts = facts_of(code)
+    # `from x import *` is compiled to an intrinsic call by some versions.
+    binds_more = bool(facts.reads & _BIND_MORE) or "import *" in block.source
     return _Compiled(
-        code, read_names(code), bound_names(code), frozenset(attributes), nothing, uses
+        code.replace(co_name=block.name, co_qualname=block.name), facts, binds_more=binds_more
     )
 
 
@@ -135,6 +176,10 @@ class Scope(dict[str, Any]):
         super().__init__()
         self._around = around
         # The interpreter takes the module of a function or class from the globals' own entry.
+        for names in around:
+            if type(names) is dict and "__name__" in names:
+                self["__name__"] = names["__name__"]
+                return
         try:
             self["__name__"] = self.__missing__("__name__")
         except KeyError:
@@ -143,6 +188,12 @@ class Scope(dict[str, Any]):
     def own(self) -> dict[str, Any]:
         """Return a copy of the names that the block itself has bound so far."""
         return {name: value for name, value in dict.items(self) if name not in _OF_THE_SCOPE}
+
+    def own_of(self, names: Iterable[str]) -> dict[str, Any]:
+        """Return those of ``names`` that the block itself has bound so far."""
+        return {
+            name: dict.__getitem__(self, name) for name in names if dict.__contains__(self, name)
+        }
 
     def own_name(self, name: str) -> Any:
         """Return what the block itself has bound to ``name`` so far.
@@ -160,6 +211,10 @@ class Scope(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         for names in self._around:
+            if type(names) is dict:  # the usual case, without an exception
+                if name in names:
+                    return names[name]
+                continue
             try:
                 return names[name]
             except KeyError:

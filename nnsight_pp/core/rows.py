@@ -71,6 +71,9 @@ class BatchCut:
 
     def give(self, value: Any) -> Any:
         """Return ``value`` with every batched tensor ``[B, ...]`` narrowed to ``[R, ...]``."""
+        if type(value) is torch.Tensor:  # the usual case
+            is_batched = value.dim() > 0 and value.size(0) == self.rows.total
+            return self._narrowed(value) if is_batched else value
         return map_leaves(
             value, lambda leaf: self._narrowed(leaf) if self._is_batched(leaf) else leaf
         )
@@ -91,6 +94,8 @@ class BatchCut:
 
     def marks(self, served: Any) -> list[Any]:
         """Return the leaves, kept alive, so that a replaced one is seen by identity."""
+        if type(served) is torch.Tensor:
+            return [served]
         return list(leaves(served))
 
     def check(self, value: Any, assigned: Any) -> None:
@@ -128,6 +133,8 @@ class BatchCut:
 
 def is_unreplaced(served: Any, marks: list[Any]) -> bool:
     """Tell whether the leaves of ``served`` are still the objects in ``marks``."""
+    if type(served) is torch.Tensor:
+        return len(marks) == 1 and served is marks[0]
     new = list(leaves(served))
     return len(new) == len(marks) and all(a is b for a, b in zip(new, marks, strict=True))
 

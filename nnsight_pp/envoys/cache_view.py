@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from nnsight_pp.interleave.worker import Worker
 
 
+_CPU = torch.device("cpu")
+
+
 class Entry(NamedTuple):
     """One visit of one module; None stands for what was not asked for."""
 
@@ -78,6 +81,10 @@ class Cache:
         self._cut_of: Callable[[], Cut | None] = (
             (lambda: cut) if owns is None else partial(getattr, worker, "cut")
         )
+        # With the default options a tensor of the CPU is copied, and that is all.
+        self._is_plain = (
+            options["detach"] and options["dtype"] is None and options["device"] in ("cpu", _CPU)
+        )
 
     def view(self) -> CacheView:
         """Return what the block holds of it, saved."""
@@ -101,13 +108,18 @@ class Cache:
         """Return a copy of this block's share of ``value``, where the options want it."""
         cut = self._cut_of()
         assert cut is not None
-        return map_leaves(cut.give(value), self._copied)
+        given = cut.give(value)
+        if type(given) is torch.Tensor:  # the usual case
+            return self._copied(given)
+        return map_leaves(given, self._copied)
 
     def _copied(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.nn.Module) and self.is_part:
             return f"<{type(leaf).__name__}>"  # it stays where it is
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        if self._is_plain and not leaf.requires_grad and leaf.device.type == "cpu":
+            return leaf.clone()
         given = self._options
         if given["detach"]:
             leaf = leaf.detach()

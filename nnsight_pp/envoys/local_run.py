@@ -26,7 +26,7 @@ from nnsight_pp.errors import (
     UnknownLocationError,
     explain,
 )
-from nnsight_pp.interleave import thread_state
+from nnsight_pp.interleave import nearby, thread_state
 from nnsight_pp.interleave.clock import VisitClock
 from nnsight_pp.interleave.interleaver import Interleaver
 from nnsight_pp.interleave.worker import Worker
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from nnsight_pp.core.location import Location
-    from nnsight_pp.core.protocols import Cut
+    from nnsight_pp.core.protocols import Cut, Switch
     from nnsight_pp.envoys.edits import Edit
     from nnsight_pp.envoys.renaming import Spelling
     from nnsight_pp.envoys.tree_node import TreeNode
@@ -60,6 +60,7 @@ class LocalForest(Forest):
         self._start: TreeNode | None = None
         # The named arguments of the call that is on.
         self.named: Mapping[str, Any] = {}
+        self._switch: Any = None  # `thread_state.ThreadState`
         # Whose call of a module is served, beside the run's own: a worker's greenlet.
         self._hooking: Any = None
         install_backward()
@@ -76,7 +77,7 @@ class LocalForest(Forest):
     def check(self, worker: Worker, location: Location) -> None:
         """Raise where ``worker`` does not run beside this model."""
         refuse_in_backward(worker, location)
-        if self._turns is None or worker.turns is not self._turns.asks:
+        if worker.turns is None or worker.turns is not self.open_asks:
             raise UnknownLocationError(
                 explain(
                     f"{location} of another model was used.",
@@ -138,21 +139,23 @@ class LocalForest(Forest):
         args, kwargs = on_device_of(module, arguments)
         cuts, invocations = blocks
         stored = [edit.invocation() for edit in edits]
-        switch: Any = thread_state.load()
+        switch = self._switch = self._switch or thread_state.load()
         turns = self._turns = Interleaver(VisitClock(), switch)
         self._start, turns.asks.surface, self.named = start, self, arguments[1]
+        self.open_asks = turns.asks
         workers: list[Worker] = []
         result, is_over = None, False
         try:
             for number, one in enumerate((*stored, *invocations)):
-                worker = _worker(f"invoke {number - len(stored)}", one)
-                worker.seat = number
+                worker = _worker(number, len(stored), one, switch)
                 worker.cut = WholeCut() if number < len(stored) else cuts[number - len(stored)]
                 workers.append(worker)
                 turns.add(worker)
                 if turns.failed is not None:
                     break
             if turns.failed is None:
+                self.gate.show(turns)
+                self.gate.driver = getcurrent()
                 self.gate.serve = self._serving(turns)
                 result = call(*args, **kwargs)
                 self.gate.serve = None
@@ -171,14 +174,14 @@ class LocalForest(Forest):
                 _unwound(workers)
             turns.observers.at.clear()
             turns.asks.surface = None
-            self._turns = self._start = None
+            self._turns = self._start = self.open_asks = None
             self.named = {}
         _settle(failed, workers, (*stored, *invocations), len(stored))
         return result
 
     def _serving(self, turns: Interleaver) -> Callable[[Location, Any], Any]:
         """Return what serves the values that the caller's own thread and turn compute."""
-        driver = getcurrent()
+        driver, serve_here = getcurrent(), nearby.serving(turns)
 
         def serve(location: Location, value: Any) -> Any:
             # Not in a call made by a block, nor by another thread: these are not part of the run.
@@ -186,7 +189,7 @@ class LocalForest(Forest):
             if current is not driver:
                 hooking = self._hooking is current
                 return turns.serve(location, value) if hooking else value
-            value = turns.serve(location, value)
+            value = serve_here(location, value)
             if turns.failed is not None:
                 raise _AbandonedRun
             return value
@@ -194,7 +197,7 @@ class LocalForest(Forest):
         return serve
 
 
-def _worker(request: str, invocation: Invocation) -> Worker:
+def _worker(number: int, num_stored: int, invocation: Invocation, switch: Switch) -> Worker:
     given = [invocation]
 
     def run() -> None:
@@ -204,8 +207,11 @@ def _worker(request: str, invocation: Invocation) -> Worker:
         finally:
             own.is_over = True
 
-    slot = thread_state.load().new_slot(torch.is_grad_enabled())
-    return Worker(request, run, invocation.block.filename, slot, saves=invocation.saves)
+    slot = switch.new_slot(torch.is_grad_enabled())
+    request = f"invoke {number - num_stored}"
+    worker = Worker(request, run, invocation.block.filename, slot, saves=invocation.saves)
+    worker.seat = number
+    return worker
 
 
 def _settle(
@@ -218,7 +224,10 @@ def _settle(
 
     A block that stopped the run has not failed; another one may have been left behind by it.
     """
-    raised = next((one for one in (failed, *workers) if one is not None and _has_failed(one)), None)
+    raised = failed if failed is not None and _has_failed(failed) else None
+    for worker in workers:
+        if raised is None and worker.error is not None and _has_failed(worker):
+            raised = worker
     if raised is not None and raised.error is not None:
         # The traceback of an error holds frames that hold its worker: let go of it here.
         errors = [raised.error]
@@ -228,8 +237,10 @@ def _settle(
     for number, worker in enumerate(workers):
         worker.error = None
         if number >= num_stored:
-            invocations[number].warnings.extend(worker.warnings)
-            invocations[number].take_bound()
+            one = invocations[number]
+            if worker.warnings:
+                one.warnings.extend(worker.warnings)
+            one.take_bound()
         elif len(invocations) > num_stored:
             invocations[num_stored].warnings.extend(worker.warnings)
         else:

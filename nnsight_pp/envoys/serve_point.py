@@ -10,21 +10,24 @@ from its caller: the module that holds it notes itself in `Gate.running` while i
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 import weakref
 from types import MethodType
 from typing import TYPE_CHECKING, Any, final
 
 from nnsight_pp.core.location import ROOT, Location
+from nnsight_pp.envoys.gate import Gate
 from nnsight_pp.envoys.skip_point import NOT_SKIPPED, replacement, with_rows_replaced
 from nnsight_pp.envoys.source_calls import Offer, run_offered
+from nnsight_pp.interleave import thread_state
+from nnsight_pp.interleave.extension import load_extension
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     import torch
 
-    from nnsight_pp.envoys.gate import Gate
     from nnsight_pp.envoys.source_peel import Body
 
 
@@ -42,6 +45,7 @@ def install_serve_points(modules: dict[str, torch.nn.Module], gate: Gate) -> Non
     Call it once per tree, after anything that compiles the model: a point seen by a compiler is
     compiled away. A module of several trees has one point, which looks at each tree's gate.
     """
+    _quicken()
     paths: dict[int, list[str]] = {}
     for path, module in modules.items():
         paths.setdefault(id(module), []).append(path)
@@ -73,7 +77,7 @@ _Pair = tuple[Location, Location]
 
 
 @final
-class _View(weakref.ref["Gate"]):
+class _View(weakref.ref[Gate]):
     """How one tree sees a module."""
 
     __slots__ = ("_by_parent", "_first", "_held_as")
@@ -87,6 +91,10 @@ class _View(weakref.ref["Gate"]):
             # Two names under one parent are one place: the first of them.
             self._by_parent.setdefault(path.rpartition(".")[0], pair)
         self._held_as = holding[0] if holding else None
+
+    def fixed(self) -> _Pair | tuple[None, None]:
+        """Return the module's locations where they are the same in every call, else None twice."""
+        return self._first if not self._by_parent and self._held_as is None else (None, None)
 
     def enter(self, gate: Gate) -> _Pair:
         """Return the module's locations in this call, and note that it runs."""
@@ -116,7 +124,10 @@ class ServePoint:
         body: What runs while a gate looks on, once the module's `.source` was touched.
     """
 
-    __slots__ = ("__name__", "__weakref__", "_function", "_module", "_other", "_views", "body")
+    # Known to csrc/serve_point.cpp by their names.
+    __slots__ = (
+        "__name__", "__weakref__", "_function", "_module", "_other", "_quick", "_views", "body",
+    )  # fmt: skip
 
     def __init__(self, module: torch.nn.Module) -> None:
         # Weak, and the method unbound: the module holds this, and goes when its user drops it.
@@ -130,6 +141,8 @@ class ServePoint:
         self.body: Body | None = None
         # Replaced, never changed: a tree may be collected while the module looks through it.
         self._views: tuple[_View, ...] = ()
+        # Each view with the module's locations, None where these depend on the call.
+        self._quick: tuple[tuple[_View, Location | None, Location | None], ...] = ()
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -154,14 +167,20 @@ class ServePoint:
         def drop(view: weakref.ref[Gate]) -> None:
             held = point()
             if held is not None:
-                held._views = tuple(one for one in held._views if one is not view)
+                held._look_through(one for one in held._views if one is not view)
 
         view = _View(gate, drop)
         view.see(paths, holding)
         others = (one for one in self._views if one() is not gate)
-        self._views = (*others, view)
+        self._look_through((*others, view))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _look_through(self, views: Iterable[_View]) -> None:
+        self._views = tuple(views)
+        self._quick = tuple((view, *view.fixed()) for view in self._views)
+
+    # csrc/serve_point.cpp does the same, and leaves out the calls that would serve nobody.
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, and serve what it takes and gives where a gate is open."""
         for view in self._views:
             gate = view()
             if gate is not None and gate.serve is not None:
@@ -169,6 +188,8 @@ class ServePoint:
         if self._function is None:
             return self._other(*args, **kwargs)
         return self._function(self._module(), *args, **kwargs)
+
+    __call__ = call
 
     def _served(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entered: list[tuple[_View, Gate, Callable[[Location, Any], Any], Location]] = []
@@ -220,6 +241,14 @@ class ServePoint:
         return _itself, (self.__wrapped__,)
 
 
+@functools.cache
+def _quicken() -> None:
+    """Let the points of this process run compiled, unless it opts out of the extension."""
+    if thread_state.load().name == "native":
+        call = load_extension().point_call(ServePoint, Gate)
+        ServePoint.__call__ = call  # type: ignore[method-assign]
+
+
 def _itself(value: Any) -> Any:
     return value
 
@@ -232,11 +261,3 @@ def _forward_of(forward: Callable[..., Any], module: torch.nn.Module) -> Callabl
     """Return ``forward`` bound to ``module`` where it was bound to the module it comes from."""
     function = getattr(forward, "__func__", None)
     return forward if function is None else MethodType(function, module)
-
-
-def _named_like(wrapper: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let ``inspect.signature`` see the module's own signature."""
-    wrapper.__wrapped__ = forward  # type: ignore[attr-defined]
-    wrapper.__name__ = getattr(forward, "__name__", "forward")
-    wrapper.__doc__ = forward.__doc__
-    return wrapper

@@ -36,6 +36,8 @@ class Forest:
         self._is_split = is_split
         # Weak: a node holds its children, and nothing holds it from below.
         self._nodes: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        # The asks of the run that is on in this process: a worker with them may use every node.
+        self.open_asks: Any = None  # `interleave.asks.Asks`
 
     @property
     def interleaving(self) -> bool:
@@ -179,9 +181,13 @@ class TreeNode:
         if name.startswith("_"):
             object.__setattr__(self, name, value)
             return
+        is_module = issubclass(type(value), torch.nn.Module)
+        if type(getattr(type(self), name, None)) is property and not is_module:
+            object.__setattr__(self, name, value)  # the usual case: a value is written
+            return
         if not is_served(type(self), name):
             self.root._will_set(self, name)
-        if not issubclass(type(value), torch.nn.Module):
+        if not is_module:
             object.__setattr__(self, name, value)
             return
         setattr(self._module, name, value)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from nnsight_pp.core.location import Location
 from nnsight_pp.envoys.operations import source_of
 from nnsight_pp.interleave.worker import current_worker
@@ -13,6 +15,7 @@ from nnsight_pp.trace.mount import savable
 if TYPE_CHECKING:
     from nnsight_pp.envoys.envoy import Envoy
     from nnsight_pp.envoys.operations import Source
+    from nnsight_pp.envoys.tree_node import Forest
     from nnsight_pp.interleave.worker import Worker
 
 
@@ -21,6 +24,7 @@ class Values:
 
     if TYPE_CHECKING:
         _raised: AttributeError | None
+        _forest: Forest
 
         @property
         def path(self) -> str: ...
@@ -33,13 +37,18 @@ class Values:
 
     def _worker(self, location: Location) -> Worker:
         worker = current_worker(location)
-        self.root._check_worker(worker, location)
+        if worker.turns is None or worker.turns is not self._forest.open_asks:
+            self.root._check_worker(worker, location)
         return worker
 
     def _value(self, location: Location) -> Any:
-        worker = self._worker(location)
-        assert worker.turns is not None
-        return savable(worker.turns.read(worker, location))
+        worker = current_worker(location)
+        turns = worker.turns
+        if turns is None or turns is not self._forest.open_asks:
+            self.root._check_worker(worker, location)
+        assert turns is not None
+        value = turns.read(worker, location)
+        return value if type(value) is torch.Tensor else savable(value)
 
     def _read(self, location: Location) -> Any:
         """Return a value, for the getter of a property."""

@@ -34,6 +34,7 @@ from nnsight_pp.errors import (
     OutsideTraceError,
     explain,
 )
+from nnsight_pp.interleave import nearby
 from nnsight_pp.interleave.agreement import Agreement
 from nnsight_pp.interleave.kept_open import stay, watch
 from nnsight_pp.interleave.let_go import LetGo
@@ -88,6 +89,9 @@ class Asks:
         self.released: list[Worker] = []
         # Whether a worker may park inside a torch call.
         self.may_park_in_torch = switch.may_park_in_torch
+        # The visits that are over, where `nearby` may answer: one process, and parks anywhere.
+        is_near = owners is None and link is None and switch.may_park_in_torch
+        self.counts: dict[Location, int] | None = clock.counts if is_near else None
         self._owners = owners
         self._make_lazy = make_lazy
         self._snapshot = snapshot
@@ -101,6 +105,9 @@ class Asks:
                 worker.memo = Memo(location, worker.step, value, memo.is_here)
                 return value
             return memo.value
+        value = nearby.read(self, worker, location) if seen is None else nearby.NOT_READ
+        if value is not nearby.NOT_READ:
+            return value
         owner, visit = self._ask(worker, location, seen)
         number = worker.next_number(location, visit)
         if owner is None or owner == self.stage:
@@ -173,16 +180,7 @@ class Asks:
             NotSupportedError: The blocks run on an engine; ``name`` says what was called.
         """
         if self.surface is None:
-            raise NotSupportedError(
-                explain(
-                    f"{name} was called.",
-                    where=worker.where(),
-                    why="It works beside the forward of a model of this process, not on an engine, "
-                    "nor beside a backward pass.",
-                    todo="Leave it out, or run the block on a local model.",
-                    ran=self.where,
-                )
-            )
+            raise _has_no_surface(worker, name, self.where)
         return self.surface
 
     def check_barrier(self, worker: Worker, barrier: object) -> None:
@@ -261,7 +259,7 @@ class Asks:
 
     def park(self, worker: Worker, ask: Ask) -> Any:
         """Give the turn to the model until it, or another stage, answers ``ask``."""
-        if getcurrent() is not worker._greenlet:
+        if getcurrent() is not worker.greenlet:
             raise OutsideTraceError(f"{ask} was made by something that is not its worker")
         if worker.is_calling or (not self.may_park_in_torch and worker.is_inside_torch()):
             raise self.alone(worker, park_refused(worker, str(ask), self.where))
@@ -307,6 +305,19 @@ class Asks:
         except Exception as error:
             self.alone(worker, error, at=at)
             raise
+
+
+def _has_no_surface(worker: Worker, name: str, where: str) -> NotSupportedError:
+    return NotSupportedError(
+        explain(
+            f"{name} was called.",
+            where=worker.where(),
+            why="It works beside the forward of a model of this process, not on an engine, "
+            "nor beside a backward pass.",
+            todo="Leave it out, or run the block on a local model.",
+            ran=where,
+        )
+    )
 
 
 def _run(worker: Worker, arguments: Any, run: Callable[[Any], Any]) -> Any:

@@ -22,10 +22,10 @@ NEVER = -1
 class VisitClock:
     """Counts the visits of each location since the run began."""
 
-    __slots__ = ("_counts",)
+    __slots__ = ("counts",)
 
     def __init__(self) -> None:
-        self._counts: dict[Location, int] = {}
+        self.counts: dict[Location, int] = {}
 
     def target(self, worker: Worker, location: Location) -> int:
         """Return the visit that an ask made now means.
@@ -42,7 +42,7 @@ class VisitClock:
         """
         if location.kind == "skip":
             location = Location(location.path, "input")
-        return self._counts.get(location, 0)
+        return self.counts.get(location, 0)
 
     def now(self, worker: Worker, location: Location) -> int:
         """Return the number of the visit that is going on."""
@@ -50,7 +50,7 @@ class VisitClock:
 
     def passed(self, location: Location) -> None:
         """Count a visit of ``location`` that is over."""
-        self._counts[location] = self._counts.get(location, 0) + 1
+        self.counts[location] = self.counts.get(location, 0) + 1
 
     def has_passed(self, worker: Worker, location: Location, visit: int) -> bool:
         """Whether ``visit`` of ``location`` is over."""
@@ -68,9 +68,10 @@ class VisitClock:
 class StepClock:
     """Knows which step of each request is open here, and which are closed."""
 
-    __slots__ = ("_closed", "_opened")
+    __slots__ = ("_closed", "_opened", "counts")
 
     def __init__(self) -> None:
+        self.counts = None  # a step is over when it is closed
         # Invariant: closed <= opened, and both only grow.
         self._opened: dict[str, int] = {}
         self._closed: dict[str, int] = {}

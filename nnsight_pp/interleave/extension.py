@@ -1,4 +1,4 @@
-"""Compile `csrc/thread_state.cpp` against the installed torch, once, and import it.
+"""Compile the sources in `csrc/` against the installed torch, once, and import it.
 
 The extension must fit the torch and the interpreter that it meets, so it is compiled where it
 runs: one g++ call, cached under a key of everything that matters. Any number of processes may ask
@@ -38,7 +38,10 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 _MODULE: Final = "nnsight_pp_thread_state"
-_SOURCES: Final = ("thread_state.cpp", "bundle.hpp", "compat.hpp", "hidden_tls.hpp")
+_SOURCES: Final = (
+    "thread_state.cpp", "serve_point.cpp",
+    "bundle.hpp", "compat.hpp", "hidden_tls.hpp", "serve_point.hpp",
+)  # fmt: skip
 _FLAGS: Final = ("-O3", "-fno-plt", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
 _STRICT_FLAGS: Final = ("-Wall", "-Wextra", "-Werror")
 _COMPILE_BOUND_S: Final = 300.0
@@ -60,7 +63,7 @@ def load_extension() -> ModuleType:
     except ImportError as error:
         raise ExtensionBuildError(
             explain(
-                "The compiled thread-state extension does not load.",
+                "The compiled extension does not load.",
                 why=f"{path}: {error}",
                 todo=f"Remove {path} and start again; it is compiled anew.",
             )
@@ -99,7 +102,7 @@ def _source_folder() -> Path:
             return folder
     raise ExtensionBuildError(
         explain(
-            "The sources of the thread-state extension are missing.",
+            "The sources of the extension are missing.",
             why=f"Neither {package / 'csrc'} nor {package.parent / 'csrc'} has {_SOURCES[0]}.",
             todo="Install nnsight_pp again.",
         )
@@ -148,7 +151,7 @@ def _compile(path: Path, *, strict: bool) -> None:
         raise ExtensionBuildError(
             explain(
                 f"There is no C++ compiler ({os.environ.get('CXX', 'g++')}) on PATH.",
-                why="The thread-state extension is compiled on first use.",
+                why="The extension is compiled on first use.",
                 todo="Install g++ (Debian, Ubuntu: `apt install g++`), or set NNSIGHT_PP_TLS_SWAP=0"
                 " and do without parks inside torch calls.",
             )
@@ -167,7 +170,7 @@ def _compile(path: Path, *, strict: bool) -> None:
         *(_STRICT_FLAGS if strict else ()),
         # As system headers, so that their warnings are not ours.
         *(word for include in includes for word in ("-isystem", include)),
-        str(_source_folder() / _SOURCES[0]),
+        *(str(_source_folder() / name) for name in _SOURCES if name.endswith(".cpp")),
         "-o",
         str(unfinished),
         *(f"-L{folder}" for folder in cpp_extension.library_paths()),
@@ -187,7 +190,7 @@ def _compile(path: Path, *, strict: bool) -> None:
         raise ExtensionBuildError(
             explain(
                 f"The compiler took longer than {_COMPILE_BOUND_S:.0f} s.",
-                why="It takes about 6 s on two cores.",
+                why="It takes about 8 s on two cores.",
                 todo="Run it by hand to see why: " + " ".join(command),
             )
         ) from error
@@ -210,7 +213,7 @@ def _compiler_message(command: list[str], output: str) -> str:
             " and do without parks inside torch calls."
         )
     # In the first part, which is not wrapped: the compiler's lines stay as they are.
-    what = ["The thread-state extension could not be compiled.", "", " ".join(command), *shown, ""]
+    what = ["The extension could not be compiled.", "", " ".join(command), *shown, ""]
     return explain("\n".join(what), why="It is compiled on first use.", todo=todo)
 
 
@@ -228,7 +231,7 @@ def _locked(path: Path) -> Iterator[None]:
                     raise ExtensionBuildError(
                         explain(
                             f"Another process has held {path} for {_LOCK_BOUND_S:.0f} s.",
-                            why="It compiles the thread-state extension, which takes about 6 s.",
+                            why="It compiles the extension, which takes about 8 s.",
                             todo=f"End that process (`fuser {path}` names it) and start again.",
                         )
                     ) from None

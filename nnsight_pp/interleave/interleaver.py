@@ -35,6 +35,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 import torch
+from greenlet import getcurrent
 
 from nnsight_pp.core.ask import Join, Read, Step, Write
 from nnsight_pp.core.lens import through
@@ -109,7 +110,7 @@ class Interleaver:
             joiner=joiner,
         )
         self._joiner = joiner
-        self._switch = switch
+        self.switch = switch
         self._link = link
         self._parked = self.asks.parked
         # Only one of the two clocks counts visits; the other is spared the call.
@@ -136,16 +137,15 @@ class Interleaver:
         """
         workers = self._parked.at(location)
         if workers is not None:
-            value = self._serve_all(location, value, tuple(workers))
+            value = self.serve_all(location, Handed(value), tuple(workers))
         if self._observed:
             self.observers.show(location, value, self._joiner)
         if self._passed is not None:
             self._passed(location)
         return value
 
-    def _serve_all(self, location: Location, value: Any, workers: tuple[Worker, ...]) -> Any:
+    def serve_all(self, location: Location, handed: Handed, workers: tuple[Worker, ...]) -> Any:
         """Serve ``workers``, then those that come here now: again with a lens, or by a barrier."""
-        handed = Handed(value)
         served: dict[int, Ask | None] = {}
         joined: _Joined = None
         while workers:
@@ -160,7 +160,7 @@ class Interleaver:
                     and not self.skips.is_inside(worker, location)
                 ):
                     if self._joiner is not None and joined is None:
-                        joined = self._joiner.join(location, value)
+                        joined = self._joiner.join(location, handed.value)
                         handed.value = joined.value
                     self._hand(worker, ask, handed, joined)
             left = self._parked.at(location)
@@ -169,10 +169,6 @@ class Interleaver:
         for worker, _ in () if joined is None else handed.visits:
             self._agree(worker, (worker.cut or WholeCut()).give(value))
         return value if joined is None else joined.split(value)
-
-    def is_wanted(self, location: Location) -> bool:
-        """Whether a worker is parked at ``location``."""
-        return self._parked.at(location) is not None
 
     def open_step(self, request: str, step: int) -> None:
         """Open ``step`` of ``request``: workers that wait at its gate run to their next park."""
@@ -286,7 +282,7 @@ class Interleaver:
         if not worker.has_ended:  # it caught all that it was thrown: leave it where it is
             self._unpark(worker)
             worker.abandon()
-            self._ended(worker)
+            self.ended(worker)
 
     def _unpark(self, worker: Worker) -> None:
         if isinstance(worker.ask, (Read, Write)):
@@ -298,16 +294,17 @@ class Interleaver:
 
     def resume(self, worker: Worker, value: Any) -> None:
         """Give ``worker`` the turn with the answer to its ask; then whom it let through."""
-        self._turn(worker, self._switch.switch, (value,))
+        self._turn(worker, self.switch.switch, (value,))
         released = self.asks.released
         while released:
             self.resume(released.pop(0), None)
 
     def _throw(self, worker: Worker, error: BaseException) -> None:
-        self._turn(worker, self._switch.throw, error)
+        self._turn(worker, self.switch.throw, error)
 
     def _turn(self, worker: Worker, step: Callable[[Any, Any, Any], Any], argument: Any) -> None:
         self._unpark(worker)
+        worker.greenlet.parent = getcurrent()
         if worker.randomness is None:
             step(worker.slot, worker.greenlet, argument)
         else:
@@ -315,9 +312,11 @@ class Interleaver:
                 step(worker.slot, worker.greenlet, argument)
         if worker.has_ended:
             commit_last(worker)
-            self._ended(worker)
+            self.ended(worker)
 
-    def _ended(self, worker: Worker) -> None:
+    def ended(self, worker: Worker) -> None:
+        """Take note of the end of ``worker``."""
+        worker.leave_greenlet()
         if worker.error is None:
             worker.error = self.asks.order.late_edit(worker)
         if worker.error is None:

@@ -17,29 +17,34 @@ class Parked:
     Workers of one seat stand in the order of arrival.
     """
 
-    __slots__ = ("_at",)
+    __slots__ = ("by_location",)
 
     def __init__(self) -> None:
         # Invariant: no empty list is kept, so membership means that somebody is parked.
-        self._at: dict[Location, list[Worker]] = {}
+        self.by_location: dict[Location, list[Worker]] = {}
 
     def add(self, location: Location, worker: Worker) -> None:
         """Park ``worker`` at ``location``."""
-        insort(self._at.setdefault(location, []), worker, key=_seat)
+        workers = self.by_location.get(location)
+        if workers is None:
+            self.by_location[location] = [worker]
+        else:
+            insort(workers, worker, key=_seat)
 
     def remove(self, location: Location, worker: Worker) -> None:
         """Take ``worker`` away from ``location``."""
-        workers = self._at[location]
-        workers.remove(worker)
-        if not workers:
-            del self._at[location]
+        workers = self.by_location[location]
+        if len(workers) > 1:
+            workers.remove(worker)
+        else:
+            del self.by_location[location]
 
     def at(self, location: Location) -> list[Worker] | None:
         """Return the workers parked at ``location``, or None."""
-        return self._at.get(location)
+        return self.by_location.get(location)
 
     def __len__(self) -> int:
-        return sum(len(workers) for workers in self._at.values())
+        return sum(len(workers) for workers in self.by_location.values())
 
 
 def _seat(worker: Worker) -> int:

@@ -71,6 +71,7 @@ class OpenVisit:
     Args:
         handed: The value at which the model stands.
         cut: How this request sees it.
+        is_whole: Whether the worker was given the value itself.
     """
 
     __slots__ = (
@@ -84,15 +85,15 @@ class OpenVisit:
         "handed",
     )
 
-    def __init__(self, handed: Handed, cut: Cut) -> None:
+    def __init__(self, handed: Handed, cut: Cut, *, is_whole: bool = False) -> None:
         self.handed = handed
         self._cut = cut
-        self._served: Any = None
+        self._served: Any = handed.value if is_whole else None
         self._marks: Any = None
-        self._is_given = False
+        self._is_given = is_whole
         self._is_assigned = False
         self._views: list[View] | None = None
-        self._watched: list[tuple[Any, int]] = []
+        self._watched: list[tuple[Any, int]] | None = None
 
     def give(self) -> Any:
         """Return the request's share of the value; the same object each time."""
@@ -190,10 +191,10 @@ class OpenVisit:
 
     def was_edited_since(self) -> bool:
         """Whether the value was edited in place since `watch_edits`."""
-        now = _versions(self._served)
-        return len(now) != len(self._watched) or any(
+        now, watched = _versions(self._served), self._watched or []
+        return len(now) != len(watched) or any(
             leaf is not old or version != before
-            for (leaf, version), (old, before) in zip(now, self._watched, strict=True)
+            for (leaf, version), (old, before) in zip(now, watched, strict=True)
         )
 
 

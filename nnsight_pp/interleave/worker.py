@@ -12,10 +12,9 @@ from __future__ import annotations
 import sys
 import zlib
 from contextvars import Context, copy_context
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-from greenlet import GreenletExit, getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent
 
 from nnsight_pp.core.saved import SavedSet, active_saves
 from nnsight_pp.errors import (
@@ -26,6 +25,7 @@ from nnsight_pp.errors import (
     Where,
     explain,
 )
+from nnsight_pp.interleave.shell import Shell, shell_for, take_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,12 +77,6 @@ class ClosedEarly(NamedTuple):
     wait: str
 
 
-class _WorkerGreenlet(greenlet):
-    """A greenlet that knows its worker, so that `current_worker` is one type check."""
-
-    worker: Worker
-
-
 @final
 class Worker:
     """One block at work.
@@ -100,7 +94,6 @@ class Worker:
     __slots__ = (
         "_context",
         "_echoes",
-        "_greenlet",
         "_run",
         "apart_by",
         "ask",
@@ -110,6 +103,7 @@ class Worker:
         "error",
         "failed_at",
         "filename",
+        "greenlet",
         "has_ended",
         "held_up",
         "is_calling",
@@ -190,15 +184,15 @@ class Worker:
         self.failed_at = 0
         self.has_ended = False
         self.warnings: list[str] = []
-        self._greenlet = _WorkerGreenlet(partial(slot.at_bottom, self._main))
-        self._greenlet.worker = self
-        self._greenlet.gr_context = self._context
+        # Whoever gives it the turn makes itself its parent first. None once the block has ended.
+        self.greenlet: Any = shell_for(self, self._context)  # its `parent` may be any greenlet
 
     def __repr__(self) -> str:
         state = "ended" if self.has_ended else f"parked on {self.ask}" if self.ask else "running"
         return f"<Worker {self.request} {state}>"
 
-    def _main(self, *_: object) -> None:
+    def run(self) -> None:
+        """Run the block to its end; called by its greenlet."""
         active_saves.set(self.saves)
         try:
             self._run()
@@ -239,6 +233,13 @@ class Worker:
             self._echoes.append(error)
         return error
 
+    def leave_greenlet(self) -> None:
+        """Give the greenlet back, if the block has come to its end in it."""
+        shell = self.greenlet
+        if shell is not None and shell.is_idle:
+            self.greenlet = None
+            take_back(shell)
+
     @property
     def is_echo(self) -> bool:
         """Whether `error` only repeats what happened on another stage."""
@@ -264,19 +265,13 @@ class Worker:
         self.has_ended = True
 
     @property
-    def greenlet(self) -> Any:
-        """The greenlet, with its parent set to whoever drives now."""
-        self._greenlet.parent = getcurrent()
-        return self._greenlet
-
-    @property
     def is_current(self) -> bool:
         """Whether the caller runs inside this worker."""
-        return getcurrent() is self._greenlet
+        return getcurrent() is self.greenlet
 
     def hand_over(self) -> Any:
         """Give the turn back to the driver; return what the worker is resumed with."""
-        parent = self._greenlet.parent
+        parent = self.greenlet.parent
         if parent is None:
             raise InternalError(f"{self!r} parks with nobody to give the turn to")
         return parent.switch()
@@ -310,7 +305,11 @@ class Worker:
 
     def where(self) -> Where | None:
         """Return the block's line at which this worker is, or None when it is not known."""
-        frame: FrameType | None = sys._getframe() if self.is_current else self._greenlet.gr_frame
+        frame: FrameType | None = None
+        if self.is_current:
+            frame = sys._getframe()
+        elif self.greenlet is not None:
+            frame = self.greenlet.gr_frame
         while frame is not None and frame.f_code.co_filename != self.filename:
             frame = frame.f_back
         if frame is None:
@@ -321,7 +320,7 @@ class Worker:
 def running_worker() -> Worker | None:
     """Return the worker inside which the caller runs, or None."""
     current = getcurrent()
-    return current.worker if isinstance(current, _WorkerGreenlet) else None
+    return current.worker if isinstance(current, Shell) else None
 
 
 def current_worker(name: object) -> Worker:
@@ -331,7 +330,7 @@ def current_worker(name: object) -> Worker:
         OutsideTraceError: There is none; ``name`` says what was touched.
     """
     current = getcurrent()
-    if isinstance(current, _WorkerGreenlet):
+    if isinstance(current, Shell) and current.worker is not None:
         return current.worker
     raise OutsideTraceError(
         explain(

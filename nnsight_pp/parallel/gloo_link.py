@@ -44,6 +44,9 @@ _FRAME_BYTES = 16 * 1024
 _ALIGN = 16
 # Magic, kind, length of the head, length of the whole body.
 _PREFIX = struct.Struct("<4sBIQ")
+# What fits is in the frame: the head, and the rest of the body if that fits too. Else a second
+# message has it, with the head where that does not fit.
+_ROOM_BYTES = _FRAME_BYTES - _PREFIX.size
 _MAGIC = b"nnpp"
 _ASK, _ANSWER, _RELEASE, _STOP, _LET_GO = range(5)
 _NEVER = timedelta(days=365)
@@ -267,18 +270,9 @@ class GlooLink:
                 return
 
     def _send(self, peer: _Peer, kind: int, head: bytes, pieces: list[torch.Tensor]) -> None:
-        length = len(head) + sum(len(piece) for piece in pieces)
-        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
-        frame[: _PREFIX.size] = _as_tensor(_PREFIX.pack(_MAGIC, kind, len(head), length))
-        fits = length <= _FRAME_BYTES - _PREFIX.size
-        body = frame[_PREFIX.size :] if fits else torch.empty(length, dtype=torch.uint8)
-        position = len(head)
-        body[:position] = _as_tensor(head)
-        for piece in pieces:
-            body[position : position + len(piece)] = piece
-            position += len(piece)
+        frame, body, length = _message(kind, head, pieces)
         dist.send(frame, peer.rank, group=self._group)
-        if not fits:
+        if body is not None:
             dist.send(body, peer.rank, group=self._group)
         peer.traffic.bytes_sent += length
 
@@ -292,11 +286,15 @@ class GlooLink:
                 if magic != _MAGIC:
                     log.error("a malformed message from stage %d was dropped", peer.stage)
                     continue
-                if length <= _FRAME_BYTES - _PREFIX.size:
-                    body = frame[_PREFIX.size : _PREFIX.size + length].clone()
+                begin = _PREFIX.size + (head_length if head_length <= _ROOM_BYTES else 0)
+                head = _as_bytes(frame[_PREFIX.size : begin])
+                if length <= _ROOM_BYTES:
+                    body = frame[begin : _PREFIX.size + length].clone()
                 else:
-                    body = torch.empty(length, dtype=torch.uint8)
+                    body = torch.empty(length - len(head), dtype=torch.uint8)
                     dist.recv(body, peer.rank, group=self._group)
+                if head_length > _ROOM_BYTES:
+                    head, body = _as_bytes(body[:head_length]), body[head_length:]
             except Exception as error:
                 if not self._is_stopping:
                     self._lose(peer, f"receiving from stage {peer.stage} failed: {error}")
@@ -306,7 +304,7 @@ class GlooLink:
                 self._lose(peer, f"stage {peer.stage} has stopped")
                 return
             try:
-                self._received(peer, kind, _as_bytes(body[:head_length]), body[head_length:])
+                self._received(peer, kind, head, body)
             except Exception:
                 log.exception("a malformed message from stage %d was dropped", peer.stage)
 
@@ -366,6 +364,25 @@ class GlooLink:
         self._own.gone(peer.stage)
         for ticket in lost:
             self._resolve(ticket, Answer("error", text))
+
+
+def _message(
+    kind: int, head: bytes, pieces: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+    """Return the frame, what follows it, and the length of the whole body."""
+    length = len(head) + sum(len(piece) for piece in pieces)
+    frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
+    frame[: _PREFIX.size] = _as_tensor(_PREFIX.pack(_MAGIC, kind, len(head), length))
+    begin = _PREFIX.size + len(head)
+    if len(head) > _ROOM_BYTES:
+        return frame, torch.cat([_as_tensor(head), *pieces]), length
+    frame[_PREFIX.size : begin] = _as_tensor(head)
+    if length > _ROOM_BYTES:
+        # One piece goes as it is, without a copy.
+        return frame, pieces[0] if len(pieces) == 1 else torch.cat(pieces), length
+    if pieces:
+        frame[begin : _PREFIX.size + length] = torch.cat(pieces)
+    return frame, None, length
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:

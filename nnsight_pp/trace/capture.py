@@ -166,7 +166,8 @@ def _loaded_block(frame: FrameType, lines: list[str]) -> Block | None:
     text = text.rstrip("\r\n") + "\n"
     around = ", ".join(ast.unparse(item) for item in _items_behind(node, frame))
     block = Block(code.co_filename, start, text, code.co_name, flags, receiver, around)
-    block.code()  # what cannot be compiled is refused before anything runs
+    # What cannot be compiled is refused before anything runs.
+    block.compile(node.body if text != " pass\n" else None)
     return block
 
 
@@ -193,10 +194,13 @@ def _with_at(frame: FrameType, lines: list[str]) -> ast.With | None:
     Its place in the code says which; where the code has no columns, it is the innermost one whose
     header holds the line.
     """
+    place, line = _position(frame), frame.f_lineno
+    alone = _statement_at(place, lines)
+    if alone is not None:
+        return alone
     tree = _tree_of(frame.f_code.co_filename, lines)
     if tree is None:
         return None
-    place, line = _position(frame), frame.f_lineno
     found = None
     for node in ast.walk(tree):
         if not isinstance(node, ast.With):
@@ -210,6 +214,32 @@ def _with_at(frame: FrameType, lines: list[str]) -> ast.With | None:
         ):
             found = node
     return found
+
+
+def _statement_at(place: tuple[int | None, ...], lines: list[str]) -> ast.With | None:
+    """Return the `with` that is all of ``place``, read from its own lines, or None.
+
+    Cost: that of the statement, not of its file.
+    """
+    first, last, column, _ = place
+    if first is None or last is None or column is None or last > len(lines):
+        return None
+    if column and first == 1:
+        return None
+    if lines[first - 1][:column].strip(" \t"):
+        return None  # it does not begin its line
+    # Behind empty lines, so that its own numbers are those of the file.
+    text = "".join(lines[first - 1 : last])
+    before = "\n" * (first - 2) + "if 1:\n" if column else "\n" * (first - 1)
+    try:
+        node: ast.AST = ast.parse(before + text).body[0]
+    except SyntaxError:
+        return None
+    if column and isinstance(node, ast.If):
+        node = node.body[0]
+    if not isinstance(node, ast.With):
+        return None
+    return node if _place(node) == place else None
 
 
 def _expressions(node: ast.With) -> list[ast.expr]:

@@ -13,7 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import FrameType
+    from types import CodeType, FrameType
+
+# Whether `f_locals` is a copy, which is written back as a whole.
+_IS_COPIED = sys.version_info < (3, 13)
+
+
+# The local names of each function that was written into, with its code.
+# Invariant: the code is kept, so that its id stays its own.
+_locals: dict[int, tuple[CodeType, frozenset[str]]] = {}
+_MOST_LOCALS = 1000
+
+_locals_to_fast: Any = ctypes.pythonapi.PyFrame_LocalsToFast if _IS_COPIED else None
+if _IS_COPIED:
+    _locals_to_fast.argtypes = [ctypes.py_object, ctypes.c_int]
+    _locals_to_fast.restype = None
 
 
 def deliver(frame: FrameType, names: Mapping[str, Any]) -> None:
@@ -25,12 +39,25 @@ def deliver(frame: FrameType, names: Mapping[str, Any]) -> None:
         frame.f_locals.update(names)
         return
     # The block is part of the function's text, so a name that is no local was declared global.
-    local = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
-    frame.f_globals.update({name: names[name] for name in names if name not in local})
+    local = _local_names(code)
     scope = frame.f_locals
-    scope.update({name: names[name] for name in names if name in local})
-    if sys.version_info < (3, 13):
-        ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+    for name, value in names.items():
+        if name in local:
+            scope[name] = value
+        else:
+            frame.f_globals[name] = value
+    if _IS_COPIED:
+        _locals_to_fast(frame, 0)
+
+
+def _local_names(code: CodeType) -> frozenset[str]:
+    known = _locals.get(id(code))
+    if known is None:
+        if len(_locals) >= _MOST_LOCALS:
+            _locals.clear()
+        found = frozenset({*code.co_varnames, *code.co_cellvars, *code.co_freevars})
+        known = _locals[id(code)] = (code, found)
+    return known[1]
 
 
 def let_go(frame: FrameType) -> None:
@@ -38,5 +65,5 @@ def let_go(frame: FrameType) -> None:
 
     Up to Python 3.12 that copy lives as long as the frame, and keeps what the user has deleted.
     """
-    if sys.version_info < (3, 13) and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+    if _IS_COPIED and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         frame.f_locals.clear()

@@ -165,7 +165,7 @@ class _Pass:
                     for one in left
                     if one in outputs
                     and flowing[one] is not None
-                    and self._turns.is_wanted(outputs[one])
+                    and self._turns.asks.parked.at(outputs[one]) is not None
                 ),
                 None,
             )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 from nnsight_pp.core.block import Scope
 from nnsight_pp.errors import explain
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     from nnsight_pp.core.block import Block
 
 
-@dataclass(frozen=True, slots=True)
-class Names:
+class Names(NamedTuple):
     """The frame around a block, innermost first.
 
     Attributes:
@@ -59,13 +57,16 @@ def names_of(frame: FrameType, shared: Any = None) -> Names:
     cell that is run again, would else find the value that the last run left there.
     """
     siblings = () if shared is None else (shared,)
-    is_block = isinstance(frame.f_globals, Scope)
-    if frame.f_locals is not frame.f_globals:
-        own = {**_closed_over(frame), **frame.f_locals}
-        return Names((*siblings, own, frame.f_globals), is_block=is_block)
-    if isinstance(frame.f_globals, Scope):
-        return Names((*siblings, *frame.f_globals.layers()), is_block=True)
-    return Names((*siblings, frame.f_globals))
+    # Each look at `f_locals` copies them, up to Python 3.12.
+    own, outer = frame.f_locals, frame.f_globals
+    is_block = isinstance(outer, Scope)
+    if own is not outer:
+        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+        own = dict(own) if is_function else {**_closed_over(frame), **own}
+        return Names((*siblings, own, outer), is_block)
+    if isinstance(outer, Scope):
+        return Names((*siblings, *outer.layers()), is_block=True)
+    return Names((*siblings, outer))
 
 
 def _closed_over(frame: FrameType) -> dict[str, Any]:
@@ -102,6 +103,27 @@ class Sibling(Protocol):
 
 
 @final
+class BoundNames:
+    """The names that the invokes of one frame may bind.
+
+    Attributes:
+        names: Those that the texts of their blocks show.
+        are_more: Whether a block may bind others.
+    """
+
+    __slots__ = ("are_more", "names")
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.are_more = False
+
+    def add(self, block: Block) -> None:
+        """Take in what ``block`` may bind."""
+        self.names |= block.binds()
+        self.are_more = self.are_more or block.binds_more()
+
+
+@final
 class SiblingNames:
     """The names that the other invokes of one trace have bound so far, if written in one frame.
 
@@ -113,16 +135,28 @@ class SiblingNames:
         siblings: All invokes of the trace, in order.
         position: Which of them looks names up.
         frame: The id of the frame in which it is written.
+        bound: The names that any of them may bind. Default: it is looked up in each.
     """
 
-    __slots__ = ("_frame", "_position", "_siblings")
+    __slots__ = ("_bound", "_frame", "_position", "_siblings")
 
-    def __init__(self, siblings: Sequence[Sibling], position: int, frame: int) -> None:
+    def __init__(
+        self,
+        siblings: Sequence[Sibling],
+        position: int,
+        frame: int,
+        bound: BoundNames | None = None,
+    ) -> None:
         self._siblings = siblings
+        self._bound = bound
         self._position = position
         self._frame = frame
 
     def __getitem__(self, name: str) -> Any:
+        # Most names are none of theirs; else a trace would cost the square of its invokes.
+        bound = self._bound
+        if bound is not None and name not in bound.names and not bound.are_more:
+            raise KeyError(name)
         before = [one for one in self._siblings[: self._position] if one.frame == self._frame]
         before.reverse()
         after = self._siblings[self._position + 1 :]

@@ -27,7 +27,7 @@ from nnsight_pp.interleave.worker import current_worker
 from nnsight_pp.trace.clean import raise_again
 from nnsight_pp.trace.deliver import deliver
 from nnsight_pp.trace.mount import savable
-from nnsight_pp.trace.names import Names, SiblingNames, names_of
+from nnsight_pp.trace.names import BoundNames, Names, SiblingNames, names_of
 from nnsight_pp.trace.statement import BlockStatement
 from nnsight_pp.trace.step_block import StepChoice, StepLoop
 
@@ -155,8 +155,8 @@ class Invocation:
 
 
 def _bound_by(block: Block, scope: Scope) -> dict[str, Any]:
-    binds = block.binds()
-    return {name: value for name, value in scope.own().items() if name in binds}
+    names = block.binds()
+    return scope.own_of(names) if names else {}
 
 
 @final
@@ -171,6 +171,7 @@ class Tracer(BlockStatement, BlockTracer):
     """
 
     __slots__ = (
+        "_bound",
         "_frames",
         "_has_input",
         "_inputs",
@@ -202,6 +203,7 @@ class Tracer(BlockStatement, BlockTracer):
         self._invocations: list[Invocation] = []
         # Where the invokes are written. Kept until the run is over, so that their ids are.
         self._frames: list[FrameType] = []
+        self._bound: dict[int, BoundNames] = {}
         self._is_collecting = False
         self.statistics: dict[str, Any] = {}
 
@@ -240,7 +242,9 @@ class Tracer(BlockStatement, BlockTracer):
         self, block: Block, frame: FrameType, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self._frames.append(frame)
-        siblings = SiblingNames(self._invocations, len(self._invocations), id(frame))
+        bound = self._bound.setdefault(id(frame), BoundNames())
+        bound.add(block)
+        siblings = SiblingNames(self._invocations, len(self._invocations), id(frame), bound)
         names = names_of(frame, siblings)
         self._invocations.append(
             Invocation(inputs, kwargs, block, names, self._saves, frame=id(frame))
@@ -284,14 +288,12 @@ class Tracer(BlockStatement, BlockTracer):
 
     def _write(self, frame: FrameType, own: dict[str, Any], *, is_block: bool) -> None:
         """Write names into the user's frame: all into a block around it, else the saved ones."""
-        found = {name: value for name, value in own.items() if is_block or value in self._saves}
+        saves = self._saves
+        found = {name: value for name, value in own.items() if is_block or value in saves}
         for invocation in self._invocations:
             takes_all = is_block or invocation.is_saved
-            found.update(
-                (name, value)
-                for name, value in invocation.bound.items()
-                if takes_all or value in self._saves
-            )
+            bound = invocation.bound
+            found |= {name: bound[name] for name in bound if takes_all or bound[name] in saves}
         deliver(frame, found)
 
     def _forget(self) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from nnsight_pp.core.location import Location
     from nnsight_pp.envoys.gate import Gate
+    from nnsight_pp.interleave.interleaver import Interleaver
 
 
 @final
@@ -42,9 +43,11 @@ class Points:
         self._is_on = True
         self.shut()
 
-    def open(self, serve: Callable[[Location, Any], Any]) -> None:
-        """Let every module offer its values to ``serve``."""
+    def open(self, serve: Callable[[Location, Any], Any], turns: Interleaver | None = None) -> None:
+        """Let every module offer its values to ``serve``; with ``turns``, those that it wants."""
         self._gate.serve = serve
+        if turns is not None:
+            self._gate.show(turns)
         if not self._is_on:
             self._is_on = True
             for fields, point, _ in self._places:

@@ -176,7 +176,7 @@ class RankSide:
                 # A preempted request is recomputed as one slab: its step's rows are the last.
                 count = traced.prompt_len if step == 0 else 1
                 self._cut(traced, Rows(max(start, end - count), min(count, end - start), total))
-        self._points.open(self._serve)
+        self._points.open(self._serve, self._turns)
 
     def leave_forward(self, rows: list[tuple[str, int, int]]) -> None:
         """Close the step; on the last stage go on to its logits, one row for each request."""

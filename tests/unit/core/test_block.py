@@ -48,7 +48,6 @@ def test_names_that_are_read_and_bound():
         "total", "count", "rows", "kept", "last", "where", "sys", "f", "wide", "i", "j", "k",
         "error",
     }  # fmt: skip
-    assert made.attributes() == {"attribute", "other"}
 
 
 def test_scope_prefers_own_names_then_the_innermost_around():

@@ -8,6 +8,7 @@ from torch import nn
 
 from fakes.nets import Layer, Net, batch
 from nnsight_pp import Envoy, NNsight, UnknownLocationError
+from nnsight_pp.interleave.asks import Asks
 
 X = batch(2)
 
@@ -249,10 +250,10 @@ def test_rebinding_a_name_changes_nothing(model):
 
 
 def test_attribute_error_of_a_read_is_not_taken_for_a_missing_name(model, monkeypatch):
-    def refuse(worker, location):
+    def refuse(asks, worker, location):
         raise UnknownLocationError("nobody computes this")
 
-    monkeypatch.setattr(model, "_check_worker", refuse)
+    monkeypatch.setattr(Asks, "read", refuse)
     with pytest.raises(UnknownLocationError, match="nobody computes this"):
         with model.trace(X):
             model.layers[0].output

@@ -1,0 +1,269 @@
+// A serve point's visit without Python, where nobody waits for what the module takes or gives.
+//
+// The Python class `ServePoint` (envoys/serve_point.py) says what a visit is, and its `_served` runs
+// every visit that anybody wants. This file is its `__call__` for the others, which are nearly all:
+// it looks whether a gate is open, whether a worker is parked at the module's input or output, and
+// counts the visit. It knows the two classes by the offsets of their slots.
+
+#include "serve_point.hpp"
+
+#include <greenlet.h>
+#include <structmember.h>
+
+#include <array>
+
+namespace nnsight_pp {
+namespace {
+
+// A reference that is given back when it goes out of scope.
+class Kept {
+ public:
+  explicit Kept(PyObject* object) : object_(object) { Py_XINCREF(object); }
+  ~Kept() { Py_XDECREF(object_); }
+  Kept(const Kept&) = delete;
+  Kept& operator=(const Kept&) = delete;
+  PyObject* get() const { return object_; }
+
+ private:
+  PyObject* object_;
+};
+
+// The slots of the two classes, in the order of their names below.
+enum PointSlot { kFunction, kModule, kOther, kQuick, kBody, kPointSlots };
+constexpr std::array<const char*, kPointSlots> point_names = {"_function", "_module", "_other",
+                                                              "_quick", "body"};
+enum GateSlot { kServe, kIsSkipping, kParked, kCounts, kObservers, kDriver, kGateSlots };
+constexpr std::array<const char*, kGateSlots> gate_names = {"serve",  "is_skipping", "parked",
+                                                            "counts", "observers",   "driver"};
+
+std::array<Py_ssize_t, kPointSlots> point_offsets;
+std::array<Py_ssize_t, kGateSlots> gate_offsets;
+PyTypeObject* gate_type = nullptr;
+PyObject* served_name = nullptr;
+PyObject* one = nullptr;
+
+// What is in a slot (borrowed), or null where it is None or empty.
+PyObject* in_slot(PyObject* object, Py_ssize_t offset) {
+  PyObject* value = *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
+  return value == Py_None ? nullptr : value;
+}
+PyObject* of_point(PyObject* point, PointSlot slot) { return in_slot(point, point_offsets[slot]); }
+PyObject* of_gate(PyObject* gate, GateSlot slot) { return in_slot(gate, gate_offsets[slot]); }
+
+// What a weak reference refers to (a new reference), or null without an error.
+PyObject* referent(PyObject* reference) {
+  if (reference == nullptr || !PyWeakref_Check(reference)) return nullptr;
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* object = nullptr;
+  if (PyWeakref_GetRef(reference, &object) < 0) PyErr_Clear();
+  return object;
+#else
+  PyObject* object = PyWeakref_GetObject(reference);
+  return object == nullptr || object == Py_None ? nullptr : Py_NewRef(object);
+#endif
+}
+
+// Call the module's own forward.
+PyObject* call_forward(PyObject* point, PyObject* const* args, Py_ssize_t count,
+                       PyObject* names) {
+  Kept function(of_point(point, kFunction));
+  if (function.get() == nullptr) {
+    Kept other(of_point(point, kOther));
+    if (other.get() == nullptr) {
+      PyErr_SetString(PyExc_ReferenceError, "this forward was never put on a module");
+      return nullptr;
+    }
+    return PyObject_Vectorcall(other.get(), args, count, names);
+  }
+  PyObject* module = referent(of_point(point, kModule));
+  if (module == nullptr) {
+    PyErr_SetString(PyExc_ReferenceError, "the module of this forward was dropped");
+    return nullptr;
+  }
+  constexpr Py_ssize_t kFew = 12;
+  const Py_ssize_t total = count + (names == nullptr ? 0 : PyTuple_GET_SIZE(names));
+  PyObject* few[kFew + 1];
+  PyObject** stack = few;
+  if (total > kFew) {
+    stack = static_cast<PyObject**>(PyMem_Malloc((total + 1) * sizeof(PyObject*)));
+    if (stack == nullptr) {
+      Py_DECREF(module);
+      return PyErr_NoMemory();
+    }
+  }
+  stack[0] = module;
+  std::copy(args, args + total, stack + 1);
+  PyObject* value = PyObject_Vectorcall(function.get(), stack, count + 1, names);
+  if (stack != few) PyMem_Free(stack);
+  Py_DECREF(module);
+  return value;
+}
+
+// Let Python run the whole visit.
+PyObject* call_served(PyObject* point, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  PyObject* given = PyTuple_New(count);
+  PyObject* named = PyDict_New();
+  if (given == nullptr || named == nullptr) {
+    Py_XDECREF(given);
+    Py_XDECREF(named);
+    return nullptr;
+  }
+  for (Py_ssize_t at = 0; at < count; ++at) PyTuple_SET_ITEM(given, at, Py_NewRef(args[at]));
+  const Py_ssize_t num_names = names == nullptr ? 0 : PyTuple_GET_SIZE(names);
+  bool is_whole = true;
+  for (Py_ssize_t at = 0; at < num_names; ++at) {
+    is_whole = is_whole && PyDict_SetItem(named, PyTuple_GET_ITEM(names, at), args[count + at]) == 0;
+  }
+  PyObject* value = nullptr;
+  if (is_whole) value = PyObject_CallMethodObjArgs(point, served_name, given, named, nullptr);
+  Py_DECREF(given);
+  Py_DECREF(named);
+  return value;
+}
+
+// Whether ``places``, a dictionary or null, has ``location``; -1 with an error set.
+int has(PyObject* places, PyObject* location) {
+  return places == nullptr || PyDict_GET_SIZE(places) == 0 ? 0
+                                                           : PyDict_Contains(places, location);
+}
+
+// Add one to what ``counts``, a dictionary or null, has for ``location``.
+bool count_visit(PyObject* counts, PyObject* location) {
+  if (counts == nullptr) return true;
+  PyObject* before = PyDict_GetItemWithError(counts, location);
+  if (before == nullptr) return !PyErr_Occurred() && PyDict_SetItem(counts, location, one) == 0;
+  PyObject* after = PyNumber_Add(before, one);
+  const bool is_set = after != nullptr && PyDict_SetItem(counts, location, after) == 0;
+  Py_XDECREF(after);
+  return is_set;
+}
+
+// Whether the caller's greenlet is the one that the run belongs to.
+bool is_driving(PyObject* driver) {
+  if (driver == nullptr) return true;
+  PyGreenlet* current = PyGreenlet_GetCurrent();
+  const bool is_it = reinterpret_cast<PyObject*>(current) == driver;
+  Py_XDECREF(current);
+  PyErr_Clear();
+  return is_it;
+}
+
+// The one open gate that looks on; what it was when the visit began.
+struct Visit {
+  Kept gate, serve, parked, counts, observers, driver, into, out;
+  Visit(PyObject* looking, PyObject* entry)
+      : gate(looking),
+        serve(of_gate(looking, kServe)),
+        parked(of_gate(looking, kParked)),
+        counts(of_gate(looking, kCounts)),
+        observers(of_gate(looking, kObservers)),
+        driver(of_gate(looking, kDriver)),
+        into(PyTuple_GET_ITEM(entry, 1)),
+        out(PyTuple_GET_ITEM(entry, 2)) {}
+
+  // Whether somebody waits for ``location``; -1 with an error set.
+  int wants(PyObject* location) const {
+    const int parks = has(parked.get(), location);
+    return parks != 0 ? parks : has(observers.get(), location);
+  }
+};
+
+PyObject* visit_module(PyObject* point, const Visit& visit, PyObject* const* args,
+                       Py_ssize_t count, PyObject* names) {
+  const int wanted = visit.wants(visit.into.get());
+  if (wanted < 0) return nullptr;
+  if (wanted || !is_driving(visit.driver.get())) return call_served(point, args, count, names);
+  if (!count_visit(visit.counts.get(), visit.into.get())) return nullptr;
+  PyObject* value = call_forward(point, args, count, names);
+  if (value == nullptr) return nullptr;
+  const int is_read = visit.wants(visit.out.get());
+  PyObject* served = nullptr;
+  if (is_read == 0) {
+    if (count_visit(visit.counts.get(), visit.out.get())) return value;
+  } else if (is_read > 0) {
+    served = PyObject_CallFunctionObjArgs(visit.serve.get(), visit.out.get(), value, nullptr);
+  }
+  Py_DECREF(value);
+  return served;
+}
+
+// `ServePoint.__call__`.
+PyObject* point_call(PyObject* point, PyObject* const* args, Py_ssize_t count, PyObject* names) {
+  Kept quick(of_point(point, kQuick));
+  PyObject* looking = nullptr;  // a new reference
+  PyObject* entry = nullptr;
+  bool are_many = false;
+  const Py_ssize_t num_views = quick.get() == nullptr ? 0 : PyTuple_GET_SIZE(quick.get());
+  for (Py_ssize_t at = 0; at < num_views; ++at) {
+    PyObject* view = PyTuple_GET_ITEM(quick.get(), at);
+    PyObject* gate = referent(PyTuple_GET_ITEM(view, 0));
+    if (gate == nullptr) continue;
+    if (!PyObject_TypeCheck(gate, gate_type) || of_gate(gate, kServe) == nullptr) {
+      Py_DECREF(gate);
+      continue;
+    }
+    are_many = looking != nullptr;
+    Py_XSETREF(looking, gate);
+    entry = view;
+    if (are_many) break;
+  }
+  if (looking == nullptr) return call_forward(point, args, count, names);
+  PyObject* value = nullptr;
+  const bool is_plain = !are_many && PyTuple_GET_ITEM(entry, 1) != Py_None &&
+                        of_point(point, kBody) == nullptr &&
+                        of_gate(looking, kIsSkipping) == Py_False &&
+                        of_gate(looking, kParked) != nullptr;
+  if (is_plain) {
+    value = visit_module(point, Visit(looking, entry), args, count, names);
+  } else {
+    value = call_served(point, args, count, names);
+  }
+  Py_DECREF(looking);
+  return value;
+}
+
+PyMethodDef point_method = {
+    "__call__",
+    reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(point_call)),
+    METH_FASTCALL | METH_KEYWORDS, "Run the module, and serve what it takes and gives."};
+
+template <std::size_t Count>
+bool find_offsets(PyObject* type, const std::array<const char*, Count>& names,
+                  std::array<Py_ssize_t, Count>& offsets) {
+  for (std::size_t at = 0; at < Count; ++at) {
+    PyObject* member = PyObject_GetAttrString(type, names[at]);
+    if (member == nullptr) return false;
+    const bool is_slot = Py_TYPE(member) == &PyMemberDescr_Type;
+    if (is_slot) {
+      offsets[at] = reinterpret_cast<PyMemberDescrObject*>(member)->d_member->offset;
+    } else {
+      PyErr_Format(PyExc_TypeError, "%s is no slot", names[at]);
+    }
+    Py_DECREF(member);
+    if (!is_slot) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+PyObject* make_point_call(PyObject*, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2 || !PyType_Check(args[0]) || !PyType_Check(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "point_call(ServePoint, Gate) takes two classes");
+    return nullptr;
+  }
+  if (!find_offsets(args[0], point_names, point_offsets) ||
+      !find_offsets(args[1], gate_names, gate_offsets)) {
+    return nullptr;
+  }
+  PyGreenlet_Import();
+  if (_PyGreenlet_API == nullptr) return nullptr;
+  if (served_name == nullptr) served_name = PyUnicode_InternFromString("_served");
+  if (one == nullptr) one = PyLong_FromLong(1);
+  if (served_name == nullptr || one == nullptr) return nullptr;
+  Py_INCREF(args[1]);
+  Py_XSETREF(gate_type, reinterpret_cast<PyTypeObject*>(args[1]));
+  return PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(args[0]), &point_method);
+}
+
+}  // namespace nnsight_pp
