@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
@@ -115,6 +116,7 @@ class Ledger:
             # vLLM calls this in inference mode, whose tensors do not count their edits.
             with torch.inference_mode(False):
                 message = decode_block(data, self._object_of)
+            _name_module(message.names)
             traced.before = copies_of(message.names)
             worker = self._worker(traced, message, Scope(message.names), SavedSet())
         except Exception as error:
@@ -175,6 +177,7 @@ class Ledger:
             company.data = b""
             for traced, message in zip(members, messages, strict=True):
                 names = SiblingNames(company.blocks, traced.seat, message.frame)
+                _name_module(message.names)
                 scope = Scope(names, message.names)
                 own = {name: one for name, one in message.names.items() if id(one) not in known}
                 known.update(map(id, own.values()))
@@ -305,3 +308,9 @@ class Ledger:
             results=tuple(name for name in saved if own[name] is result),
             statistics={"pulls": tuple(worker.pulls.values())},
         )
+
+
+def _name_module(names: dict[str, Any]) -> None:
+    """Let classes of a block belong to a module that this rank has: dataclasses look theirs up."""
+    if names.get("__name__", "__main__") not in sys.modules:
+        names["__name__"] = "__main__"

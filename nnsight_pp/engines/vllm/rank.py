@@ -36,6 +36,7 @@ from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.clock import StepClock
 from nnsight_pp.interleave.interleaver import Interleaver
 from nnsight_pp.interleave.serve_order import ShuffledRequests
+from nnsight_pp.interleave.stacks import print_on_signal
 from nnsight_pp.parallel.gloo_link import GlooLink, new_group
 from nnsight_pp.parallel.joined import Parts
 from nnsight_pp.parallel.lazy import LazyRemoteTensor, pick
@@ -139,6 +140,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         turns.asks.surface = RankSurface(root, turns, self._stages, place.stage, ledger.fail_worker)
         self.nnsight_side = RankSide(place, turns, ledger, points, link)
         add_tracing(runner, self.nnsight_side, TensorGroup() if place.tp_size > 1 else None)
+        print_on_signal(turns.workers, str(place))
 
     def _trial_forward(self, runner: Any, place: Place, points: Points, names: NamesTrial) -> Noted:
         """Run the model once on a dummy token; return what is served here, in order.
