@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.backends import Engine, Local
-from engine.blocks import BLOCKS
+from engine.table import BLOCKS
 
 
 @pytest.fixture(scope="session")

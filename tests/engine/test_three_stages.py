@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from engine import standard_blocks
-from engine.blocks import BLOCKS
 from engine.compare import assert_same
+from engine.table import BLOCKS
 from nnsight_pp import LanguageModel
 
 if TYPE_CHECKING:
