@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from engine.backends import LONGER, PROMPT
-from engine.blocks import block, direction
+from engine.blocks import direction
+
+BLOCKS: dict[str, Callable[[Any], dict[str, Any]]] = {}
+
+
+def block(function: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    BLOCKS[function.__name__] = function
+    return function
 
 
 @block

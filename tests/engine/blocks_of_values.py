@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from engine.backends import PROMPT
-from engine.blocks import block
+
+BLOCKS: dict[str, Callable[[Any], dict[str, Any]]] = {}
+
+
+def block(function: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    BLOCKS[function.__name__] = function
+    return function
 
 
 @block

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from engine import blocks_of_control, blocks_of_values
-from engine.table import BLOCKS
+from engine import blocks, blocks_of_control, blocks_of_values
 
-__all__ = ["BLOCKS", "blocks_of_control", "blocks_of_values"]
+BLOCKS = {**blocks.BLOCKS, **blocks_of_values.BLOCKS, **blocks_of_control.BLOCKS}

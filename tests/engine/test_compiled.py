@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from engine.backends import LONGER, PROMPT, SHORT, Engine, Local
+from engine.blocks import BLOCKS
 from engine.compare import assert_same
-from engine.table import BLOCKS
 from nnsight_pp.engines.vllm.prompts import sampling_params
 
 NUM_NAMES = 30

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from engine.backends import PROMPT, SHORT, Engine, Local
+from engine.blocks import BLOCKS
 from engine.compare import assert_same
 from engine.sharded import SHARDED
-from engine.table import BLOCKS
 from nnsight_pp import NotSupportedError, RankDivergenceError, RowsError
 
 ALIVE = ("requests", "workers", "parked", "published", "shelves", "waiting", "pending")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.backends import LONGER, PROMPT, SHORT, Engine, Local
+from engine.blocks import BLOCKS
 from engine.compare import assert_same
-from engine.table import BLOCKS
 from gpu.test_stages import NAMES
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from engine.backends import Engine, Local
+from engine.blocks import BLOCKS
 from engine.compare import assert_same
-from engine.table import BLOCKS
 
 # Those that bring no tensor of their own along: it would be on the CPU.
 NAMES = [
