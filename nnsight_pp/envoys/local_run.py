@@ -139,7 +139,7 @@ class LocalForest(Forest):
         args, kwargs = on_device_of(module, arguments)
         cuts, invocations = blocks
         stored = [edit.invocation() for edit in edits]
-        switch = self._switch = self._switch or thread_state.load()
+        switch = self._loaded_switch()
         turns = self._turns = Interleaver(VisitClock(), switch)
         self._start, turns.asks.surface, self.named = start, self, arguments[1]
         self.open_asks = turns.asks
@@ -178,6 +178,10 @@ class LocalForest(Forest):
             self.named = {}
         _settle(failed, workers, (*stored, *invocations), len(stored))
         return result
+
+    def _loaded_switch(self) -> Any:  # the switches are C functions
+        self._switch = self._switch or thread_state.load()
+        return self._switch
 
     def _serving(self, turns: Interleaver) -> Callable[[Location, Any], Any]:
         """Return what serves the values that the caller's own thread and turn compute."""

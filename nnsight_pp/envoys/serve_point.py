@@ -176,7 +176,7 @@ class ServePoint:
 
     def _look_through(self, views: Iterable[_View]) -> None:
         self._views = tuple(views)
-        self._quick = tuple((view, *view.fixed()) for view in self._views)
+        self._quick = tuple((view, view.fixed()[0], view.fixed()[1]) for view in self._views)
 
     # csrc/serve_point.cpp does the same, and leaves out the calls that would serve nobody.
     def call(self, *args: Any, **kwargs: Any) -> Any:
