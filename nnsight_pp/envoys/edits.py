@@ -15,6 +15,7 @@ from nnsight_pp.trace.statement import BlockStatement
 from nnsight_pp.trace.tracer import BlockTracer, Invocation
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType
 
     from nnsight_pp.core.block import Block
@@ -37,24 +38,26 @@ class EditTracer(BlockStatement, BlockTracer):
     """`with model.edit() as (tracer, edited):` stores its body.
 
     Args:
-        edits: Where it is stored.
-        edited: The copy of the model that it is stored on, or None when it is stored in place.
+        store: Stores it.
+        second: What `as` binds beside the tracer: the copy of the model that it is stored on. None
+            binds the tracer alone.
     """
 
-    __slots__ = ("_edited", "_edits")
+    __slots__ = ("_second", "_store")
 
-    def __init__(self, edits: list[Edit], edited: Any) -> None:
+    def __init__(self, store: Callable[[Edit], None], second: Any) -> None:
         super().__init__()
-        self._edits = edits
-        self._edited = edited
+        self._store: Callable[[Edit], None] | None = store
+        self._second = second
 
     def _entered(self) -> Any:
-        return self if self._edited is None else (self, self._edited)
+        return self if self._second is None else (self, self._second)
 
     def _take(self, block: Block, frame: FrameType) -> None:
         seen = names_of(frame).look_up(block.reads())
-        self._edits.append(Edit(block, Names((seen, frame.f_globals))))
+        assert self._store is not None
+        self._store(Edit(block, Names((seen, frame.f_globals))))
 
     def _forget(self) -> None:
-        self._edits = []
-        self._edited = None
+        self._store = None
+        self._second = None

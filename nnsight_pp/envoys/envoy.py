@@ -125,7 +125,7 @@ class Envoy(Values, OlderNames, TreeNode):
         if not inplace:
             twin.__dict__.update(self.__dict__)
             twin._edits = list(self._edits)
-        return EditTracer(twin._edits, None if inplace else twin)
+        return EditTracer(twin._edits.append, None if inplace else twin)
 
     def clear_edits(self) -> None:
         """Forget the blocks stored by `edit` on this node."""

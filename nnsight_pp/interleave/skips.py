@@ -51,7 +51,7 @@ class Skips:
     def is_inside(self, worker: Worker, location: Location) -> bool:
         """Whether ``location`` lies inside a module that the request of ``worker`` skips now."""
         return any(
-            one.request == worker.request
+            one.rows_of == worker.rows_of
             and isinstance(one.ask, Write)
             and location.path.startswith(f"{one.ask.location.path}.")
             for one in self._held

@@ -115,6 +115,7 @@ class Worker:
         "randomness",
         "reached",
         "request",
+        "rows_of",
         "saves",
         "seat",
         "slot",
@@ -141,8 +142,8 @@ class Worker:
         self.request = request
         # Its block's place among those beside it: at one location they are served in that order.
         self.seat = 0
-        # Only where its block shares names with others on an engine.
-        self.timeline: Timeline | None = None
+        self.rows_of = request  # a stored edit has a name of its own, and another's rows
+        self.timeline: Timeline | None = None  # where blocks share names on an engine
         self.filename = filename
         self.slot = slot
         self._run = run

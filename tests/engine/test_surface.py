@@ -265,3 +265,112 @@ def test_a_cache_that_cannot_keep_a_value_fails_its_own_request(engine: Engine) 
                 for _ in tracer.iter[:2]:
                     rows.append(layers[25].mlp.output.shape[0])
     assert rows == [4, 1]
+
+
+# ------------------------------------------------------------------------------------- the edits
+
+
+def test_a_stored_edit_runs_first_in_every_request(engine: Engine) -> None:
+    model, layers = engine.model, engine.layers
+    plain = model.generate(PROMPT, temperature=0.0, max_tokens=3)[0]
+    with model.trace(PROMPT, temperature=0.0, max_tokens=3) as tracer:
+        wanted = [].save()
+        for _ in tracer.iter[:2]:
+            early = layers[3].mlp.output
+            layers[22].mlp.output[:] += 5 * early
+            wanted.append(layers[22].mlp.output)
+        out = tracer.result.save()
+    factor = 5.0
+    with model.edit() as (tracer, edit):
+        for _ in tracer.iter[:2]:
+            early = layers[3].mlp.output
+            layers[22].mlp.output[:] += factor * early
+            size = early.norm().save()
+    factor = 0.0
+    try:
+        with model.trace(PROMPT, temperature=0.0, max_tokens=3) as tracer:
+            seen = [].save()
+            for _ in tracer.iter[:2]:
+                seen.append(layers[22].mlp.output)
+            again = tracer.result.save()
+        made = model.generate([PROMPT, SHORT], temperature=0.0, max_tokens=3)
+        with model.trace(PROMPT, temperature=0.0, max_tokens=3):
+            pass
+    finally:
+        edit.clear()
+    assert_equal(tuple(seen), tuple(wanted))
+    assert again.outputs[0].token_ids == out.outputs[0].token_ids
+    assert made[0].outputs[0].token_ids == out.outputs[0].token_ids != plain.outputs[0].token_ids
+    assert float(again.saves["size"]) == float(made[0].saves["size"])
+    assert set(made[1].saves) == {"size"}
+    after = model.generate(PROMPT, temperature=0.0, max_tokens=3)[0]
+    assert after.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+def test_a_named_edit_runs_only_for_who_asks_for_it(engine: Engine) -> None:
+    model, layers = engine.model, engine.layers
+    with model.edit("zero") as (tracer, _):
+        layers[4].mlp.output[:] = 0
+        kept = layers[4].mlp.output.sum().save()
+    with model.edit(name="one") as (tracer, _):
+        layers[4].mlp.output = layers[4].mlp.output + 1
+    try:
+        with model.trace(temperature=0.0, max_tokens=2, edits=["zero", "one"]) as tracer:
+            sums = [None, None, None].save()
+            with tracer.invoke(PROMPT):
+                sums[0] = layers[4].mlp.output.sum().item()
+            with tracer.invoke(PROMPT, edits=["zero"]):
+                sums[1] = layers[4].mlp.output.sum().item()
+            with tracer.invoke(PROMPT, edits=[]):
+                sums[2] = layers[4].mlp.output.sum().item()
+        assert sums[:2] == [5760.0, 0.0]
+        assert sums[2] not in (0.0, 5760.0)
+        assert model.generate(PROMPT, max_tokens=1)[0].outputs
+        out = model.generate(PROMPT, max_tokens=1, edits=["zero"])[0]
+        assert out.saves == {"kept": 0}
+        with pytest.raises(ValueError, match="no edit is installed under that name"):
+            model.generate(PROMPT, max_tokens=1, edits=["two"])
+        with pytest.raises(TypeError, match="list of edit names"):
+            with model.trace(PROMPT, max_tokens=1, edits="zero"):
+                layers[4].output
+        with pytest.raises(ValueError, match="installed already"):
+            with model.edit("zero") as (tracer, _):
+                layers[4].output
+    finally:
+        model.clear_edits()
+    with pytest.raises(ValueError, match="no edit is installed"):
+        model.generate(PROMPT, max_tokens=1, edits=["zero"])
+
+
+def test_an_edit_in_place_that_raises_fails_every_request(engine: Engine) -> None:
+    model, layers = engine.model, engine.layers
+    with pytest.raises(NotSupportedError, match="inplace"):
+        model.edit(inplace=False)
+    with model.edit(inplace=True) as tracer:
+        value = layers[25].mlp.output
+        raise ZeroDivisionError(f"{value.shape[0]} rows")
+    try:
+        with pytest.raises(ZeroDivisionError, match="10 rows"):
+            model.generate(PROMPT, max_tokens=50, ignore_eos=True)
+        with pytest.raises(ZeroDivisionError, match="10 rows"):
+            with model.trace(PROMPT, max_tokens=2):
+                late = layers[3].output.save()
+    finally:
+        model.clear_edits()
+
+
+def test_a_block_is_served_what_an_edit_skips(engine: Engine) -> None:
+    model, layers = engine.model, engine.layers
+    with model.edit("skips") as (tracer, _):
+        layers[21].mlp.skip(torch.ones_like(layers[3].mlp.output))
+    try:
+        with model.trace(PROMPT, max_tokens=1, edits=["skips"]) as tracer:
+            cache = tracer.cache([layers[21].mlp, layers[21].mlp.down_proj])
+            seen = layers[21].mlp.output.save()
+        assert torch.equal(seen, torch.ones(10, 576))
+        assert cache.keys() == ["model.model.layers.21.mlp"]
+        with pytest.raises(OutOfOrderError, match=r"layers\.21\.mlp\.down_proj\.output#0"):
+            with model.trace(PROMPT, max_tokens=1, edits=["skips"]):
+                inner = layers[21].mlp.down_proj.output.save()
+    finally:
+        model.clear_edits()

@@ -15,7 +15,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
+from vllm import RequestOutput
 
+from nnsight_pp.core.block import Block
+from nnsight_pp.core.saved import SavedSet
 from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.company import Member
@@ -24,6 +27,7 @@ from nnsight_pp.engines.vllm.outer import apply_change
 from nnsight_pp.engines.vllm.prompts import prompt_of, sampling_params
 from nnsight_pp.engines.vllm.root import name_of
 from nnsight_pp.engines.vllm.sequences import bound_by, by_sequence
+from nnsight_pp.engines.vllm.stored_edits import RequestEdits
 from nnsight_pp.engines.vllm.together import Room, paused, room_of
 from nnsight_pp.envoys.cache_view import CacheView
 from nnsight_pp.errors import (
@@ -33,7 +37,9 @@ from nnsight_pp.errors import (
     NotSupportedError,
     explain,
 )
+from nnsight_pp.trace.names import Names
 from nnsight_pp.trace.raised import exception_of
+from nnsight_pp.trace.tracer import Invocation
 from nnsight_pp.wire.block_codec import BlockMessage, encode_block, encode_blocks
 from nnsight_pp.wire.report_codec import decode_reports
 
@@ -41,8 +47,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nnsight_pp.core.report import PullRecord, Report
+    from nnsight_pp.engines.vllm.stored_edits import StoredEdits
     from nnsight_pp.envoys.envoy import Envoy
-    from nnsight_pp.trace.tracer import Invocation
 
 
 class End(NamedTuple):
@@ -60,6 +66,13 @@ class End(NamedTuple):
     stop_reason: int | str | None
 
 
+def without_block(prompt: Any) -> Invocation:
+    """Return a request for ``prompt`` without a block of its own."""
+    return Invocation(
+        (prompt,), {}, Block("<no block>", 2, "    pass\n", ""), Names(()), SavedSet()
+    )
+
+
 def _end_of(sequence: Any) -> End:
     return End(len(sequence.token_ids), sequence.finish_reason, sequence.stop_reason)
 
@@ -72,6 +85,7 @@ class _Request:
     trace: str
     prompt: dict[str, Any]
     options: dict[str, Any]
+    edits: RequestEdits
     adapter: Any = None  # vLLM's LoRARequest
     message: BlockMessage | None = None
     params: Any = None  # vLLM's SamplingParams
@@ -95,6 +109,7 @@ class Batch:
         root: The model that the blocks run beside.
         invocations: One for each request.
         options: Sampling parameters of the whole trace; an invocation's own win.
+        stored: The blocks that each request begins with.
 
     Raises:
         ConfigurationError: Something that is not one prompt.
@@ -102,13 +117,17 @@ class Batch:
     """
 
     def __init__(
-        self, root: Envoy, invocations: Sequence[Invocation], options: dict[str, Any]
+        self,
+        root: Envoy,
+        invocations: Sequence[Invocation],
+        options: dict[str, Any],
+        stored: StoredEdits,
     ) -> None:
         self._root = root
         companies = companies_of(invocations)
         depends = {number for members in companies for number in members}
         self._requests = [
-            self._prepared(one, options, depends=number in depends)
+            self._prepared(one, options, stored, depends=number in depends)
             for number, one in enumerate(invocations)
         ]
         # Those that depend on each other; what depends on nobody.
@@ -118,18 +137,24 @@ class Batch:
             self._encode([request], root)
         for members in self._companies:
             self._encode(members, root)
+        for request in self._requests:
+            request.edits.board(request.params, root)
         # What each stage has pulled for the blocks of this run, once it is over.
         self.pulls: list[tuple[int, PullRecord]] = []
         # How each request has ended; one for each sequence.
         self.ends: list[End] = []
+        self.outputs: list[Any] = []
 
     @staticmethod
-    def _prepared(invocation: Invocation, options: dict[str, Any], *, depends: bool) -> _Request:
+    def _prepared(
+        invocation: Invocation, options: dict[str, Any], stored: StoredEdits, *, depends: bool
+    ) -> _Request:
         trace = uuid.uuid4().hex
         merged = {**options, **invocation.kwargs}
         adapter = merged.pop("lora_request", None)
+        edits = RequestEdits.of(trace, stored.chosen(merged.pop("edits", None)))
         prompt = prompt_of(invocation.inputs, trace)
-        request = _Request(invocation, trace, prompt, merged, adapter)
+        request = _Request(invocation, trace, prompt, merged, edits, adapter)
         block = invocation.block
         if not block.does_nothing():
             around = invocation.names.beyond_siblings() if depends else invocation.names
@@ -192,7 +217,14 @@ class Batch:
         self.ends = [
             _end_of(one) for request in self._requests for one in outputs[request.trace].outputs
         ]
+        # What was generated, in the order of the invocations.
+        self.outputs = [outputs[request.trace] for request in self._requests]
         wanted = [
+            (trace, pickle.dumps(outputs[request.trace]))
+            for request in self._requests
+            for trace in request.edits.traces()
+        ]
+        wanted += [
             (request.trace, pickle.dumps(outputs[request.trace]))
             for request in self._requests
             if not request.is_plain
@@ -211,7 +243,8 @@ class Batch:
                 )
             ) from error
         compat.abort_all(llm)
-        _collect(call, [(request.trace, None) for request in self._requests])
+        traces = [trace for one in self._requests for trace in (*one.edits.traces(), one.trace)]
+        _collect(call, [(trace, None) for trace in traces])
         if name == "VLLMValidationError":
             raise ConfigurationError(
                 explain(
@@ -220,14 +253,9 @@ class Batch:
                 )
             ) from error
 
-    def _give_root(self, report: Report) -> None:
-        for leaf in leaves((report.saved, report.grown)):
-            if isinstance(leaf, CacheView):
-                leaf.belongs_to(self._root)
-
     def _settle(self, reports: dict[str, list[Report]]) -> BaseException | None:
         """Fill `Invocation.bound`, change outer objects, warn; return the first error."""
-        first: BaseException | None = None
+        first = self._settle_edits(reports)
         merged: dict[str, list[Report]] = {}
         for request in self._requests:
             if not request.is_plain and request.trace not in reports:
@@ -244,7 +272,7 @@ class Batch:
             are_many = request.num_sequences > 1
             request.invocation.bound = bound_by(sequences, are_many=are_many)
             for report in sequences:
-                self._give_root(report)
+                self._complete((report.saved, report.grown), request)
                 for stage, found in report.statistics.items():
                     self.pulls += [(int(stage), record) for record in found.get("pulls", ())]
                 for name, change in report.grown.items():
@@ -254,6 +282,22 @@ class Batch:
             for text in dict.fromkeys(text for one in sequences for text in one.warnings):
                 warnings.warn(text, UserWarning, stacklevel=7)
         return first
+
+    def _settle_edits(self, reports: dict[str, list[Report]]) -> BaseException | None:
+        """Take in what the stored edits saved; return the first exception of one."""
+        errors = []
+        for request, output in zip(self._requests, self.outputs, strict=True):
+            errors.append(request.edits.settle(reports, self._root))
+            output.saves = request.edits.saves
+        return next((one for one in errors if one is not None), None)
+
+    def _complete(self, values: Any, request: _Request) -> None:
+        """Give what came from the ranks what is only known here."""
+        for leaf in leaves(values):
+            if isinstance(leaf, CacheView):
+                leaf.belongs_to(self._root)
+            elif isinstance(leaf, RequestOutput):
+                leaf.saves = request.edits.saves
 
 
 def _generate(llm: Any, members: list[_Request], loose: list[_Request]) -> dict[str, Any]:

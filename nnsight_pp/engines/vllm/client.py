@@ -20,15 +20,18 @@ from vllm.tokenizers import get_tokenizer
 from vllm.transformers_utils.config import get_config
 
 from nnsight_pp.engines.vllm import compat, machine
-from nnsight_pp.engines.vllm.batch import Batch
+from nnsight_pp.engines.vllm.batch import Batch, without_block
 from nnsight_pp.engines.vllm.progress import shown
 from nnsight_pp.engines.vllm.prompts import sampling_params
 from nnsight_pp.engines.vllm.root import VLLMTree
+from nnsight_pp.engines.vllm.stored_edits import StoredEdits
 from nnsight_pp.engines.vllm.whole_prompts import ROOM
+from nnsight_pp.envoys.edits import EditTracer
 from nnsight_pp.errors import (
     ConfigurationError,
     EngineError,
     InternalError,
+    NotSupportedError,
     explain,
 )
 from nnsight_pp.interleave import thread_state
@@ -94,6 +97,7 @@ class VLLM(VLLMTree):
         # vLLM's offline engine is not safe for threads: one run at a time.
         self._lock = threading.RLock()
         self._stage_of: dict[str, Any] = {}
+        self._stored = StoredEdits()
         self._close_at_exit: Any = None
         with self._environment():
             length = _max_model_len(self._arguments, max_model_len)
@@ -223,7 +227,8 @@ class VLLM(VLLMTree):
 
         Args:
             *inputs: One prompt: a string, token ids, a tokenizer's output, or a vLLM prompt.
-            **options: vLLM's sampling parameters, such as ``temperature`` and ``max_tokens``.
+            **options: vLLM's sampling parameters, such as ``temperature`` and ``max_tokens``; and
+                ``edits``, the names of the stored edits that run first.
 
         After the run ``tracer.statistics["pulls"]`` lists what crossed between stages: for each
         puller, a `PullRecord` with the owner, the location, the line, bytes and seconds waited;
@@ -232,7 +237,7 @@ class VLLM(VLLMTree):
         """
 
         def run(tracer: Tracer, invocations: list[Invocation]) -> BaseException | None:
-            batch = Batch(self, invocations, {} if inputs else options)
+            batch = Batch(self, invocations, {} if inputs else options, self._stored)
             with self._lock:
                 self.dispatch()
                 error = batch.run(self._llm, self._call)
@@ -246,14 +251,53 @@ class VLLM(VLLMTree):
 
         Args:
             prompts: One prompt or a list of them.
-            **options: vLLM's sampling parameters, and ``lora_request``.
+            **options: vLLM's sampling parameters, ``lora_request``, and ``edits``, the names of
+                stored edits.
+
+        What a stored edit has saved is in ``output.saves``.
         """
-        adapter = options.pop("lora_request", None)
-        params = sampling_params(options, None)
+        chosen = self._stored.chosen(options.get("edits"))
+        adapter = options.get("lora_request")
+        own = {k: v for k, v in options.items() if k not in ("edits", "lora_request")}
+        params = sampling_params(own, None)
         with self._lock:
             self.dispatch()
             assert self._llm is not None
-            return self._llm.generate(prompts, params, lora_request=adapter, use_tqdm=False)
+            if not chosen:
+                return self._llm.generate(prompts, params, lora_request=adapter, use_tqdm=False)
+            several = isinstance(prompts, list) and not all(type(one) is int for one in prompts)
+            given = [without_block(one) for one in (prompts if several else [prompts])]
+            batch = Batch(self, given, options, self._stored)
+            error = batch.run(self._llm, self._call)
+        if error is not None:
+            raise error
+        return batch.outputs
+
+    def edit(self, name: str | None = None, *, inplace: bool | None = None) -> EditTracer:
+        """Store the block of the `with`: it runs first in every later request of this model.
+
+        Used as ``with model.edit() as (tracer, edit):``, where ``edit.clear()`` takes it away
+        again, or as ``with model.edit(inplace=True) as tracer:``. With a ``name`` it runs only for
+        the traces, invokes and generations that ask for it: ``edits=[name]``. What it saves is in
+        ``output.saves`` of vLLM's output.
+
+        Raises:
+            NotSupportedError: ``inplace=False``.
+        """
+        if inplace is False:
+            raise NotSupportedError(
+                explain(
+                    "`edit(inplace=False)` was called on an engine.",
+                    why="An edited copy of the model would be an engine of its own.",
+                    todo="Give the edit a name, and ask for it: `model.trace(..., edits=[name])`.",
+                )
+            )
+        stored = self._stored.new(name)
+        return EditTracer(stored.store, None if inplace else stored)
+
+    def clear_edits(self) -> None:
+        """Forget the blocks stored by `edit`."""
+        self._stored.clear()
 
     def _note_of(self, path: str) -> str:
         below = [span for name, span in self._stage_of.items() if name.startswith(f"{path}.")]

@@ -43,6 +43,8 @@ _GROUP_NAMES = (
 IS_CPU = current_platform.is_cpu()
 # Under this name a request carries its block in `SamplingParams.extra_args`.
 PAYLOAD = "nnsight_pp"
+# The stored edits that run beside it.
+EDITS = "nnsight_pp edits"
 # And under this one the name of those that must run in the same steps.
 COMPANY = "nnsight_pp_company"
 
@@ -214,6 +216,12 @@ def ended(output: Any) -> Iterable[str]:
 def new_requests(output: Any) -> list[Any]:
     """Return vLLM's data of the requests that are scheduled for the first time."""
     return output.scheduled_new_reqs
+
+
+def carried(new: Any, name: str = PAYLOAD) -> bytes | None:
+    """Return what a new request carries for us under ``name``, from vLLM's data of it."""
+    extra = None if new is None or new.sampling_params is None else new.sampling_params.extra_args
+    return None if not extra else extra.get(name)
 
 
 def scheduled(output: Any) -> list[Scheduled]:

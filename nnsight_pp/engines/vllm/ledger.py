@@ -37,7 +37,7 @@ class TracedRequest:
     """One request with a block.
 
     Attributes:
-        request: vLLM's own id; alike on every rank.
+        request: vLLM's own id; alike on every rank. A stored edit has one made of it.
         trace: The client's name for it.
         prompt_len: Tokens of its prompt.
         seat: Its place among those that depend on each other.
@@ -48,6 +48,7 @@ class TracedRequest:
         error: What went wrong outside of the block.
         is_echo: Whether it only repeats what went wrong in a request beside it.
         company: The requests that depend on it and on which it depends, or None.
+        rows_of: vLLM's id of the request whose rows the block sees.
     """
 
     request: str
@@ -61,6 +62,10 @@ class TracedRequest:
     error: BaseException | None = None
     is_echo: bool = False
     company: Company | None = None
+    rows_of: str = ""
+
+    def __post_init__(self) -> None:
+        self.rows_of = self.rows_of or self.request
 
     @property
     def is_over_early(self) -> bool:
@@ -108,10 +113,25 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, request: str, trace: str, prompt_len: int, data: bytes) -> TracedRequest:
-        """Decode a block and start its worker. A failure is the request's own."""
-        traced = TracedRequest(request, trace, prompt_len)
-        self._requests[request] = traced
+    def add(
+        self,
+        request: str,
+        trace: str,
+        prompt_len: int,
+        data: bytes,
+        place: tuple[int, str] = (0, ""),
+    ) -> TracedRequest:
+        """Decode a block and start its worker. A failure is the request's own.
+
+        Args:
+            request: Its name, alike on every rank.
+            trace: The client's name for it.
+            prompt_len: Tokens of its prompt.
+            data: The block.
+            place: Its seat, and the request whose rows it sees.
+        """
+        traced = TracedRequest(request, trace, prompt_len, seat=place[0], rows_of=place[1])
+        self._requests[traced.request] = traced
         try:
             # vLLM calls this in inference mode, whose tensors do not count their edits.
             with torch.inference_mode(False):
@@ -149,6 +169,7 @@ class Ledger:
             ),
         )
         traced.worker.seat = traced.seat
+        traced.worker.rows_of = traced.rows_of
         return traced.worker
 
     def add_member(

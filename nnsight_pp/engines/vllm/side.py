@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 from nnsight_pp.core.location import LOGITS, SAMPLES, Location
 from nnsight_pp.core.rows import Rows, TokenCut
 from nnsight_pp.engines.vllm import compat
+from nnsight_pp.engines.vllm.edit_blocks import EditBlocks
 from nnsight_pp.errors import BlockError, InternalError, explain
 from nnsight_pp.wire.parcel import Parcel
 from nnsight_pp.wire.report_codec import encode_reports
@@ -58,6 +59,7 @@ class RankSide:
         self.place = place
         self._turns = turns
         self._ledger = ledger
+        self._edits = EditBlocks(ledger)
         self._points = points
         self._link = link
         # How often a traced request was preempted and computed again.
@@ -91,10 +93,11 @@ class RankSide:
         for company in self._ledger.companies.values():
             company.ended.update(compat.ended(output))
         is_known = len(self._ledger) > 0 and any(
-            self._ledger.get(request) is not None for request in compat.request_ids(output)
+            self._ledger.get(request) is not None or request in self._edits
+            for request in compat.request_ids(output)
         )
         self.is_eager = is_known or any(
-            _payload(new) is not None for new in compat.new_requests(output)
+            compat.carried(new) is not None for new in compat.new_requests(output)
         )
         return self.is_eager
 
@@ -104,29 +107,25 @@ class RankSide:
         self._in_step = []
         together: dict[str, list[tuple[TracedRequest, compat.Scheduled]]] = {}
         for item in compat.scheduled(output):
-            traced = self._ledger.get(item.request)
-            is_new = traced is None and _payload(item.new) is not None
+            is_new = self._ledger.get(item.request) is None and compat.carried(item.new) is not None
+            traced = None
             try:
-                if is_new:
-                    traced = self._take_in(item)
-                if traced is not None:
-                    self._in_step.append(traced)
-                    if traced.company is not None:
-                        beside = together.setdefault(traced.company.name, [])
-                        beside += [(traced, item)] if traced.error is None else []
-                        continue
-                if traced is not None and traced.error is None:
-                    self._batch.append((traced, item.step))
-                    self._num_resumed += item.is_resumed
-                    self._turns.catch_up(item.request)
-                    self._ledger.check_whole(traced, item, str(self.place))
-                    if traced.error is None:
-                        self._turns.open_step(item.request, item.step)
+                for edit in self._edits.of(item):
+                    self._open(edit, item, is_new=is_new)
+                traced = self._take_in(item) if is_new else self._ledger.get(item.request)
             except Exception as error:
-                self._broke("opening a step", error, traced)
-            if traced is not None or is_new:
-                failed = traced is None or traced.error is not None
-                self._turns.agree(item.request, is_new=is_new, has_failed=failed)
+                self._broke("taking in a request", error)
+            if traced is None:
+                if is_new:
+                    self._turns.agree(item.request, is_new=True, has_failed=True)
+                continue
+            if traced.company is not None:
+                self._in_step.append(traced)
+                beside = together.setdefault(traced.company.name, [])
+                beside += [(traced, item)] if traced.error is None else []
+                continue
+            self._num_resumed += item.is_resumed
+            self._open(traced, item, is_new=is_new)
         for name, members in together.items():
             company = self._ledger.companies[name]
             is_new = not company.is_started
@@ -138,6 +137,20 @@ class RankSide:
             first = company.in_order()[0]
             failed = first.error is not None
             self._turns.agree(first.request, is_new=is_new, has_failed=failed)
+
+    def _open(self, traced: TracedRequest, item: compat.Scheduled, *, is_new: bool) -> None:
+        self._in_step.append(traced)
+        try:
+            if traced.error is None:
+                self._batch.append((traced, item.step))
+                self._turns.catch_up(traced.request)
+                self._ledger.check_whole(traced, item, str(self.place))
+            if traced.error is None:
+                self._turns.open_step(traced.request, item.step)
+        except Exception as error:
+            self._broke("opening a step", error, traced)
+        has_failed = traced.error is not None
+        self._turns.agree(traced.request, is_new=is_new, has_failed=has_failed)
 
     def _open_together(self, members: list[tuple[TracedRequest, compat.Scheduled]]) -> None:
         """Do for the requests of one company, which are in order, what others get one by one."""
@@ -158,9 +171,11 @@ class RankSide:
             company.timeline.open_step([one.request for one, _ in members], members[0][1].step)
 
     def _take_in(self, item: compat.Scheduled) -> TracedRequest | None:
-        payload = _payload(item.new)
+        payload = compat.carried(item.new)
         assert payload is not None
         trace, data, member = pickle.loads(payload)
+        if data is None:
+            return None  # it has stored edits only
         if member is not None:
             return self._ledger.add_member(item.request, trace, item.new.prompt_len, data, member)
         return self._ledger.add(item.request, trace, item.new.prompt_len, data)
@@ -169,10 +184,10 @@ class RankSide:
 
     def enter_forward(self, rows: list[tuple[str, int, int]], total: int) -> None:
         """Arm the serve points, each traced request with its rows of ``total``."""
-        steps = {traced.request: (traced, step) for traced, step in self._batch}
-        for request, start, end in rows:
-            if request in steps:
-                traced, step = steps[request]
+        places = {request: (start, end) for request, start, end in rows}
+        for traced, step in self._batch:
+            if traced.rows_of in places:
+                start, end = places[traced.rows_of]
                 # A preempted request is recomputed as one slab: its step's rows are the last.
                 count = traced.prompt_len if step == 0 else 1
                 self._cut(traced, Rows(max(start, end - count), min(count, end - start), total))
@@ -183,10 +198,10 @@ class RankSide:
         if not self.is_last:
             self.end_step()
             return
-        steps = {traced.request: traced for traced, _ in self._batch}
-        for index, (request, _, _) in enumerate(rows):
-            if request in steps:
-                self._cut(steps[request], Rows(index, 1, len(rows)))
+        places = {request: index for index, (request, _, _) in enumerate(rows)}
+        for traced, _ in self._batch:
+            if traced.rows_of in places:
+                self._cut(traced, Rows(places[traced.rows_of], 1, len(rows)))
 
     def end_step(self) -> None:
         """Disarm the serve points and close the step of each traced request."""
@@ -202,7 +217,7 @@ class RankSide:
     def take_ended(self) -> tuple[str, ...]:
         """Return the requests of the step whose blocks have raised or stopped."""
         in_step, self._in_step = self._in_step, []
-        return tuple(traced.request for traced in in_step if traced.is_over_early)
+        return tuple(traced.rows_of for traced in in_step if traced.is_over_early)
 
     def serve_logits(self, logits: Any) -> Any:
         """Offer the step's logits ``[requests, vocabulary]``; return what is sampled from."""
@@ -267,6 +282,7 @@ class RankSide:
                     reports.append(self._ledger.close(traced, value))
                 else:
                     reports += self._ledger.close_company(traced.company, values)
+        self._edits.forget_ended()
         return encode_reports(reports, self._parcel) if self.place.is_lead else b""
 
     def fetch(self, is_wanted: bool) -> bytes:
@@ -313,9 +329,3 @@ def _beside_failure(error: Exception, ran: str) -> BlockError:
             ran=ran,
         )
     )
-
-
-def _payload(new: Any) -> bytes | None:
-    """Return what a new request carries for us, from vLLM's data of it."""
-    extra = None if new is None or new.sampling_params is None else new.sampling_params.extra_args
-    return None if not extra else extra.get(compat.PAYLOAD)

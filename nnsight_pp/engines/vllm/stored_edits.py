@@ -1,0 +1,182 @@
+"""`model.edit()` on an engine: stored blocks, which run first in every request of this client.
+
+The client keeps the blocks, and sends with each request those that it uses: there each is a block
+of its own, beside the same rows, served before the request's own block. Nothing is stored on the
+ranks, so requests of others are left alone.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from nnsight_pp.core.tree import leaves
+from nnsight_pp.engines.vllm import compat
+from nnsight_pp.engines.vllm.outer import apply_change
+from nnsight_pp.engines.vllm.root import name_of
+from nnsight_pp.envoys.cache_view import CacheView
+from nnsight_pp.errors import ConfigurationError, InternalError, NotSupportedError, explain
+from nnsight_pp.trace.raised import exception_of
+from nnsight_pp.wire.block_codec import BlockMessage, encode_block
+from nnsight_pp.wire.merge import merge_reports
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from nnsight_pp.core.report import Report
+    from nnsight_pp.envoys.edits import Edit
+    from nnsight_pp.envoys.envoy import Envoy
+
+
+@dataclass(eq=False, slots=True)
+class StoredEdit:
+    """One stored block; ``edit`` is set when its `with` is left.
+
+    It is what `as` binds second, to take the block away again.
+    """
+
+    _all: list[StoredEdit]
+    name: str | None
+    edit: Edit | None = None
+
+    def clear(self) -> None:
+        """Forget the block: runs that begin from now on do without it."""
+        if self in self._all:
+            self._all.remove(self)
+
+    def store(self, edit: Edit) -> None:
+        """Let every run from now on, or with ``name`` those that ask for it, begin with the block.
+
+        Raises:
+            ConfigurationError: Another one has that name.
+        """
+        if self.name is not None and any(one.name == self.name for one in self._all):
+            raise ConfigurationError(
+                explain(
+                    f"An edit named {self.name!r} is installed already.",
+                    todo="Use another name, or `edit.clear()` the first one.",
+                )
+            )
+        self.edit = edit
+        self._all.append(self)
+
+
+@final
+class StoredEdits:
+    """The stored blocks of one model, in the order in which they were stored."""
+
+    def __init__(self) -> None:
+        self._all: list[StoredEdit] = []
+
+    def new(self, name: str | None) -> StoredEdit:
+        """Return what a block is stored in."""
+        return StoredEdit(self._all, name)
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._all.clear()
+
+    def chosen(self, names: Iterable[str] | None) -> list[Edit]:
+        """Return the blocks that have no name, and those of ``names``.
+
+        Raises:
+            TypeError: ``names`` is no list of names.
+            ConfigurationError: A name that no block has.
+        """
+        if isinstance(names, str) or not isinstance(names, (list, tuple, set, type(None))):
+            raise TypeError(f"`edits` takes a list of edit names, not {names!r}")
+        wanted = set(names or ())
+        unknown = wanted - {one.name for one in self._all}
+        if unknown:
+            known = ", ".join(repr(one.name) for one in self._all if one.name is not None)
+            raise ConfigurationError(
+                explain(
+                    f"No edit is installed under the name {sorted(unknown, key=str)[0]!r}: "
+                    "no edit is installed under that name.",
+                    why=f"Installed: {known or 'none with a name'}.",
+                    todo="Store it with `with model.edit(name=...) as (tracer, edit):`.",
+                )
+            )
+        return [
+            one.edit
+            for one in self._all
+            if one.edit is not None and (one.name is None or one.name in wanted)
+        ]
+
+
+@dataclass(slots=True)
+class RequestEdits:
+    """The stored blocks of one request on its way.
+
+    Attributes:
+        messages: The blocks, each under a name of its own.
+        saves: What they have saved, once the run is over.
+    """
+
+    messages: list[BlockMessage]
+    saves: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trace: str, edits: Iterable[Edit]) -> RequestEdits:
+        """Return ``edits`` for the request that the client calls ``trace``."""
+        messages = []
+        for number, edit in enumerate(edits):
+            seed = int(torch.randint(1 << 62, ()).item())
+            names = edit.names.look_up(edit.block.reads())
+            name = f"{trace} edit {number}"
+            messages.append(
+                BlockMessage(name, edit.block, names, (), torch.is_grad_enabled(), seed)
+            )
+        return cls(messages)
+
+    def traces(self) -> list[str]:
+        """Return the names under which the ranks report on them."""
+        return [message.trace for message in self.messages]
+
+    def board(self, params: Any, root: Envoy) -> None:
+        """Let ``params``, vLLM's sampling parameters, carry the blocks.
+
+        Raises:
+            NotSupportedError: More than one sequence is asked for.
+        """
+        if not self.messages:
+            return
+        if params.n != 1:
+            raise NotSupportedError(
+                explain(
+                    f"n={params.n} sequences were asked for with a stored edit.",
+                    why="A stored edit runs beside one sequence.",
+                    todo="Use one `tracer.invoke(prompt, seed=...)` for each sequence.",
+                )
+            )
+        data = [
+            (message.trace, encode_block(message, lambda obj: name_of(root, obj)))
+            for message in self.messages
+        ]
+        # A request without a block of its own is to be scheduled as one with a block.
+        no_block = pickle.dumps(("", None, None))
+        extra = {compat.PAYLOAD: no_block, **(params.extra_args or {})}
+        params.extra_args = {**extra, compat.EDITS: pickle.dumps(data)}
+
+    def settle(self, reports: dict[str, list[Report]], root: Envoy) -> BaseException | None:
+        """Take in what the blocks saved and changed; return the first exception of one."""
+        first: BaseException | None = None
+        for message in self.messages:
+            if message.trace not in reports:
+                raise InternalError(f"no stage reported on trace {message.trace}")
+            report = merge_reports(reports[message.trace])
+            self.saves.update(report.saved)
+            for leaf in leaves((report.saved, report.grown)):
+                if isinstance(leaf, CacheView):
+                    leaf.belongs_to(root)
+            for name, change in report.grown.items():
+                apply_change(message.names[name], change)
+            for text in report.warnings:
+                warnings.warn(text, UserWarning, stacklevel=8)
+            if report.failure is not None and first is None:
+                first = exception_of(report.failure)
+        return first
