@@ -3,25 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
     """Stands in a report for a value that another stage ships."""
-
-
-class Split:
-    """A saved value of which each stage holds a part."""
-
-    __slots__ = ()
-
-    def joined(self, parts: Sequence[Any]) -> Any:
-        """Return the whole of ``parts``, what the stages hold of it, in their order."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +70,7 @@ class Report:
         failure: Why the block ended early, or None.
         warnings: Texts for the user.
         trail: How many asks the worker made, and a checksum of them: alike on every stage.
+        kept: In a session: what else the block has bound (see `core.kept`).
         statistics: What the link moved for this request, by owner stage.
         results: The saved names that stand for the result of the request.
     """
@@ -96,4 +84,5 @@ class Report:
     warnings: tuple[str, ...] = ()
     trail: tuple[int, int] | None = None
     statistics: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
     results: tuple[str, ...] = ()

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
+from nnsight_pp.core.kept import Split
 from nnsight_pp.core.location import ROOT, Location
-from nnsight_pp.core.report import Elsewhere, Split
+from nnsight_pp.core.report import Elsewhere
 from nnsight_pp.core.saved import save
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.errors import CacheError, NotSupportedError, explain

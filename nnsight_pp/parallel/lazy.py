@@ -131,6 +131,9 @@ class LazyRemoteTensor(RemoteValue):
         """Whether this rank has the value itself, and ships it."""
         return self._tree.pulled.is_of_this_rank
 
+    def _is_edited(self) -> bool:
+        return self._tree.is_edited()
+
     def _is_left_with_owner(self) -> bool:
         return self._tree.is_left_with_owner(self._picks)
 

@@ -18,7 +18,7 @@ import torch
 
 from nnsight_pp.core.location import Visit
 from nnsight_pp.core.protocols import RemoteValue
-from nnsight_pp.core.tree import map_leaves
+from nnsight_pp.core.tree import leaves, map_leaves
 from nnsight_pp.errors import NotSupportedError, explain
 from nnsight_pp.parallel.reductions import Reduction
 
@@ -147,6 +147,11 @@ class Pulled:
         return self._source.visit
 
     @property
+    def source(self) -> Source:
+        """The ask behind it."""
+        return self._source
+
+    @property
     def is_of_this_rank(self) -> bool:
         """Whether this rank has the value itself: a weight of its own."""
         return self._source.is_here
@@ -209,6 +214,12 @@ class Tree:
         is_changed = self._edits or self._first
         is_here = self.is_here or self.pulled.is_of_this_rank or repr(picks) in self._parts
         return not (is_changed or is_here)
+
+    def is_edited(self) -> bool:
+        """Whether the block has edited the value in place, also through a view of it."""
+        if self._edits or self._first:
+            return True
+        return self.is_here and not _are_alike(self._value, self.pulled.whole(in_torch=False))
 
     def whole(self, *, in_torch: bool) -> Any:
         """Return the value with its edits, pulling and replaying on first use."""
@@ -291,6 +302,14 @@ class Tree:
         self.is_here = True
         self._edits.clear()
         self._parts.clear()
+
+
+def _are_alike(value: Any, answer: Any) -> bool:
+    return all(
+        not isinstance(one, torch.Tensor)
+        or bool(((one == two) | ((one != one) & (two != two))).all())
+        for one, two in zip(leaves(value), leaves(answer), strict=True)
+    )
 
 
 def own_copy(leaf: Any) -> Any:

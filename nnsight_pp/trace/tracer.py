@@ -180,6 +180,7 @@ class Tracer(BlockStatement, BlockTracer):
         "_kwargs",
         "_run",
         "_saves",
+        "is_nested",
         "statistics",
     )
 
@@ -206,6 +207,8 @@ class Tracer(BlockStatement, BlockTracer):
         self._bound: dict[int, BoundNames] = {}
         self._is_collecting = False
         self.statistics: dict[str, Any] = {}
+        # Whether all names flow back, into a block around it.
+        self.is_nested = False
 
     def _check_entry(self) -> None:
         if self._run is None or self._capture is not None:
@@ -253,6 +256,7 @@ class Tracer(BlockStatement, BlockTracer):
     def _execute(self, run: Run, block: Block, frame: FrameType) -> None:
         # Only now: the name behind `as` was bound after `__enter__` had returned.
         names = names_of(frame)
+        self.is_nested = names.is_block
         own: dict[str, Any] = {}
         if self._has_input:
             self._invocations.append(

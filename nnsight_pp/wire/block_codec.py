@@ -47,6 +47,7 @@ class BlockMessage:
         saved: Names whose objects were saved before the block began.
         seed: Seeds the numbers that the block draws, alike on every rank.
         grad_enabled: Grad mode of the user's thread at the `with`.
+        session: The client's name for the session that it is part of, or an empty text.
         frame: Names the frame in which it is written: blocks of one frame share names.
     """
 
@@ -57,6 +58,7 @@ class BlockMessage:
     grad_enabled: bool = True
     seed: int = 0
     frame: int = 0
+    session: str = ""
 
 
 class _Writer(cloudpickle.Pickler):

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nnsight_pp.core.report import Elsewhere, Failure, Report, Split
+from nnsight_pp.core.kept import AtHome, Split
+from nnsight_pp.core.report import Elsewhere, Failure, Report
 from nnsight_pp.core.tree import children, rebuild
 from nnsight_pp.errors import RankDivergenceError
 
@@ -46,6 +47,7 @@ def merge_reports(reports: Sequence[Report]) -> Report:
         saved=_merge_names([report.saved for report in ordered], is_partial=is_partial),
         grown=_merge_names([report.grown for report in ordered], is_partial=is_partial),
         failure=failure,
+        kept=_merge_kept([report.kept for report in ordered]),
         warnings=warnings,
         results=ordered[0].results,
         statistics={str(report.stage): report.statistics for report in ordered},
@@ -75,6 +77,13 @@ def _merge_names(parts: list[dict[str, Any]], *, is_partial: bool) -> dict[str, 
                     "independent of time, process ids, and set order."
                 ) from None
     return merged
+
+
+def _merge_kept(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Merge what a session keeps; what the stages hold in forms of their own is lost."""
+    lost = AtHome("lost", "a value that the stages hold in different forms")
+    names = dict.fromkeys((name for part in parts for name in part), lost)
+    return {**names, **_merge_names(parts, is_partial=True)}
 
 
 class _MismatchError(Exception):

@@ -66,7 +66,8 @@ def decode_reports(answers: Sequence[Any], fetch: Callable[[bool], list[Any]]) -
 def _sendable(report: Report) -> Report:
     saved, failure = _sendable_names(report.saved, report.failure, report.stage)
     grown, failure = _sendable_names(report.grown, failure, report.stage)
-    return replace(report, saved=saved, grown=grown, failure=failure)
+    kept, _ = _sendable_names(report.kept, None, report.stage)
+    return replace(report, saved=saved, grown=grown, kept=kept, failure=failure)
 
 
 def _sendable_names(

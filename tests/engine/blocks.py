@@ -459,6 +459,42 @@ def a_cache_of_what_went_in_beside_a_skip_and_a_stop(b: Any) -> dict[str, Any]:
 
 
 @block
+def a_stored_edit_before_the_block(b: Any) -> dict[str, Any]:
+    layers, model, ops = b.layers, b.model, b.ops
+    vector = direction()
+    with model.edit(inplace=True):
+        early = ops.mlp(layers[3])
+        ops.add(layers[4], vector)
+        ops.mlp(layers[21])[-1] += early[-1]
+    try:
+        with b.trace(LONGER):
+            late = ops.mlp(layers[21]).save()
+            logits = ops.logits(model).save()
+    finally:
+        model.clear_edits()
+    return {"late": late, "logits": logits}
+
+
+@block
+def a_session_that_patches_one_trace_into_the_next(b: Any) -> dict[str, Any]:
+    layers, model, ops = b.layers, b.model, b.ops
+    with model.session():
+        with b.trace(LONGER, steps=2) as tracer:
+            early = ops.mlp(layers[3])
+            found = {"late": [ops.mlp(layers[24])[-1]], "count": 2}
+            for _ in tracer.iter[1]:
+                found["next"] = ops.mlp(layers[12])
+        scale = found["count"] * 0.5
+        middle = found["next"][-1] + 0.0
+        with b.trace(PROMPT):
+            ops.mlp(layers[5])[-1] += found["late"][0]
+            ops.mlp(layers[19])[:] += scale * early[-1] + middle
+            late = ops.stream(layers[26]).save()
+            logits = ops.logits(model).save()
+    return {"late": late, "logits": logits}
+
+
+@block
 def a_logit_lens_on_every_layer(b: Any) -> dict[str, Any]:
     layers, model, ops = b.layers, b.model, b.ops
     with b.trace(PROMPT):

@@ -27,6 +27,7 @@ from nnsight_pp.engines.vllm.outer import apply_change
 from nnsight_pp.engines.vllm.prompts import prompt_of, sampling_params
 from nnsight_pp.engines.vllm.root import name_of
 from nnsight_pp.engines.vllm.sequences import bound_by, by_sequence
+from nnsight_pp.engines.vllm.session_values import name_of_kept
 from nnsight_pp.engines.vllm.stored_edits import RequestEdits
 from nnsight_pp.engines.vllm.together import Room, paused, room_of
 from nnsight_pp.envoys.cache_view import CacheView
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nnsight_pp.core.report import PullRecord, Report
+    from nnsight_pp.engines.vllm.session_values import SessionValues
     from nnsight_pp.engines.vllm.stored_edits import StoredEdits
     from nnsight_pp.envoys.envoy import Envoy
 
@@ -110,6 +112,7 @@ class Batch:
         invocations: One for each request.
         options: Sampling parameters of the whole trace; an invocation's own win.
         stored: The blocks that each request begins with.
+        session: What the names of the blocks are kept for.
 
     Raises:
         ConfigurationError: Something that is not one prompt.
@@ -122,8 +125,10 @@ class Batch:
         invocations: Sequence[Invocation],
         options: dict[str, Any],
         stored: StoredEdits,
+        session: SessionValues | None = None,
     ) -> None:
         self._root = root
+        self._session = session
         companies = companies_of(invocations)
         depends = {number for members in companies for number in members}
         self._requests = [
@@ -145,9 +150,8 @@ class Batch:
         self.ends: list[End] = []
         self.outputs: list[Any] = []
 
-    @staticmethod
     def _prepared(
-        invocation: Invocation, options: dict[str, Any], stored: StoredEdits, *, depends: bool
+        self, invocation: Invocation, options: dict[str, Any], stored: StoredEdits, *, depends: bool
     ) -> _Request:
         trace = uuid.uuid4().hex
         merged = {**options, **invocation.kwargs}
@@ -162,9 +166,9 @@ class Batch:
             saved = tuple(name for name, value in names.items() if value in invocation.saves)
             # Drawn here, so that the user's `torch.manual_seed` decides what the block draws.
             seed = int(torch.randint(1 << 62, ()).item())
-            request.message = BlockMessage(
-                trace, block, names, saved, torch.is_grad_enabled(), seed, invocation.frame
-            )
+            grad, frame = torch.is_grad_enabled(), invocation.frame
+            session = "" if self._session is None else self._session.name
+            request.message = BlockMessage(trace, block, names, saved, grad, seed, frame, session)
         return request
 
     @staticmethod
@@ -185,9 +189,9 @@ class Batch:
         data = [b""] * len(requests)
         if len(requests) > 1:
             # The first member carries all blocks, so that they share what is one object here.
-            data[0] = encode_blocks(messages, lambda obj: name_of(root, obj))
+            data[0] = encode_blocks(messages, lambda obj: name_of_kept(obj) or name_of(root, obj))
         elif messages:
-            data[0] = encode_block(messages[0], lambda obj: name_of(root, obj))
+            data[0] = encode_block(messages[0], lambda obj: name_of_kept(obj) or name_of(root, obj))
         company = uuid.uuid4().hex
         for index, request in enumerate(requests):
             member = Member(company, index, len(requests)) if len(requests) > 1 else None
@@ -269,8 +273,7 @@ class Batch:
             if request.message is None:
                 continue
             sequences = merged[request.trace]
-            are_many = request.num_sequences > 1
-            request.invocation.bound = bound_by(sequences, are_many=are_many)
+            request.invocation.bound = self._bound(request, sequences)
             for report in sequences:
                 self._complete((report.saved, report.grown), request)
                 for stage, found in report.statistics.items():
@@ -282,6 +285,17 @@ class Batch:
             for text in dict.fromkeys(text for one in sequences for text in one.warnings):
                 warnings.warn(text, UserWarning, stacklevel=7)
         return first
+
+    def _bound(self, request: _Request, sequences: list[Report]) -> dict[str, Any]:
+        """Return what the block has bound that comes back: what it saved; in a session, all."""
+        are_many, message = request.num_sequences > 1, request.message
+        bound = bound_by([one.saved for one in sequences], sequences, are_many=are_many)
+        if self._session is not None and message is not None:
+            for value in bound.values():
+                request.invocation.saves.mark(value)
+            kept = bound_by([one.kept for one in sequences], sequences, are_many=are_many)
+            bound.update(self._session.bound(kept, message.names))
+        return bound
 
     def _settle_edits(self, reports: dict[str, list[Report]]) -> BaseException | None:
         """Take in what the stored edits saved; return the first exception of one."""

@@ -24,6 +24,7 @@ from nnsight_pp.engines.vllm.batch import Batch, without_block
 from nnsight_pp.engines.vllm.progress import shown
 from nnsight_pp.engines.vllm.prompts import sampling_params
 from nnsight_pp.engines.vllm.root import VLLMTree
+from nnsight_pp.engines.vllm.session_values import SessionValues
 from nnsight_pp.engines.vllm.stored_edits import StoredEdits
 from nnsight_pp.engines.vllm.whole_prompts import ROOM
 from nnsight_pp.envoys.edits import EditTracer
@@ -35,6 +36,7 @@ from nnsight_pp.errors import (
     explain,
 )
 from nnsight_pp.interleave import thread_state
+from nnsight_pp.trace.session import Session
 from nnsight_pp.trace.tracer import Invocation, Tracer
 
 if TYPE_CHECKING:
@@ -98,6 +100,7 @@ class VLLM(VLLMTree):
         self._lock = threading.RLock()
         self._stage_of: dict[str, Any] = {}
         self._stored = StoredEdits()
+        self._session = SessionValues(self, self._call)
         self._close_at_exit: Any = None
         with self._environment():
             length = _max_model_len(self._arguments, max_model_len)
@@ -237,7 +240,8 @@ class VLLM(VLLMTree):
         """
 
         def run(tracer: Tracer, invocations: list[Invocation]) -> BaseException | None:
-            batch = Batch(self, invocations, {} if inputs else options, self._stored)
+            session = self._session if tracer.is_nested and self._session.name else None
+            batch = Batch(self, invocations, {} if inputs else options, self._stored, session)
             with self._lock:
                 self.dispatch()
                 error = batch.run(self._llm, self._call)
@@ -294,6 +298,13 @@ class VLLM(VLLMTree):
             )
         stored = self._stored.new(name)
         return EditTracer(stored.store, None if inplace else stored)
+
+    def session(self) -> Session:
+        """Run several traces as one: what one binds, the next can use; only what is saved stays.
+
+        Tensors stay on the ranks meanwhile. A line between the traces that needs one brings it.
+        """
+        return Session(self._session)
 
     def clear_edits(self) -> None:
         """Forget the blocks stored by `edit`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import TYPE_CHECKING
 
+from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.tree import leaves
 from nnsight_pp.envoys.envoy import Envoy
 from nnsight_pp.interleave.barrier import Barrier
@@ -61,8 +62,10 @@ class _Facts:
         self.barriers: set[int] = set()
         around = invocation.names.beyond_siblings().look_up(block.reads())
         for name, value in around.items():
+            if issubclass(type(value), RemoteValue):
+                continue  # a block may not change what a session keeps
             if isinstance(value, (Barrier, *_CONTAINERS)):
-                found = (one for one in leaves(value) if isinstance(one, Barrier))
+                found = (one for one in leaves(value) if issubclass(type(one), Barrier))
                 self.barriers |= {id(one) for one in found}
             if isinstance(value, (*_CONSTANT, Barrier)):
                 continue

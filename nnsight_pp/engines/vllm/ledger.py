@@ -16,6 +16,7 @@ from nnsight_pp.core.saved import SavedSet
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.company import BesideBlock, Company, cut_prompt
 from nnsight_pp.engines.vllm.outer import change_of, copies_of, is_outer
+from nnsight_pp.engines.vllm.residents import Residents, edited
 from nnsight_pp.errors import EarlyStopException, InternalError
 from nnsight_pp.interleave.randomness import Randomness, draws_of
 from nnsight_pp.interleave.timeline import Timeline
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from nnsight_pp.core.protocols import Link, Switch
     from nnsight_pp.engines.vllm.company import Member
     from nnsight_pp.interleave.interleaver import Interleaver
+    from nnsight_pp.parallel.lazy import LazyRemoteTensor
 
 
 @dataclass(slots=True)
@@ -48,6 +50,7 @@ class TracedRequest:
         error: What went wrong outside of the block.
         is_echo: Whether it only repeats what went wrong in a request beside it.
         company: The requests that depend on it and on which it depends, or None.
+        given: The values of earlier traces of its session that it got.
         rows_of: vLLM's id of the request whose rows the block sees.
     """
 
@@ -62,6 +65,7 @@ class TracedRequest:
     error: BaseException | None = None
     is_echo: bool = False
     company: Company | None = None
+    given: list[LazyRemoteTensor] = field(default_factory=list)
     rows_of: str = ""
 
     def __post_init__(self) -> None:
@@ -88,6 +92,7 @@ class Ledger:
         object_of: Turns a name that travels in a block's place into this rank's object.
         stage: This rank's stage.
         link: Told when a block cannot even start. None with one stage.
+        residents: What the rank keeps for sessions.
     """
 
     def __init__(
@@ -97,7 +102,9 @@ class Ledger:
         object_of: Callable[[Any], Any],
         stage: int,
         link: Link | None,
+        residents: Residents,
     ) -> None:
+        self._residents = residents
         self._turns = turns
         self._switch = switch
         self._object_of = object_of
@@ -150,6 +157,7 @@ class Ledger:
     ) -> Worker:
         """Make the worker that runs the block of ``message`` for ``traced``."""
         traced.message, traced.scope = message, scope
+        traced.given = self._residents.take_given()
         message.block.show_in_tracebacks()
         code = message.block.code()
         slot = self._switch.new_slot(message.grad_enabled)
@@ -294,7 +302,7 @@ class Ledger:
         worker, message, scope = traced.worker, traced.message, traced.scope
         error = traced.error
         if error is None and worker is not None:
-            error = worker.error
+            error = worker.error or edited(traced.given)
         failure = None
         if error is not None and not isinstance(error, EarlyStopException):
             failed_at = worker.failed_at if worker is not None else 0
@@ -328,6 +336,7 @@ class Ledger:
             trail=(worker.asked, worker.trail),
             results=tuple(name for name in saved if own[name] is result),
             statistics={"pulls": tuple(worker.pulls.values())},
+            kept={} if failure else self._residents.bound(message, traced.request, own, saved),
         )
 
 

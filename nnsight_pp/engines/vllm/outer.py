@@ -10,17 +10,24 @@ from typing import Any
 
 import torch
 
+from nnsight_pp.core.protocols import RemoteValue
+
 
 def is_outer(value: Any) -> bool:
     """Whether ``value`` is an object whose changes a block brings home."""
-    return type(value) in (list, dict, set) or isinstance(value, torch.Tensor)
+    return type(value) in (list, dict, set) or _is_tensor(value)
+
+
+def _is_tensor(value: Any) -> bool:
+    # CAUTION: a lazy value answers `isinstance` by moving bytes, so its type is asked.
+    return not issubclass(type(value), RemoteValue) and isinstance(value, torch.Tensor)
 
 
 def copies_of(names: dict[str, Any]) -> dict[str, Any]:
     """Return what is needed to tell later how the block changed objects from around it."""
     found: dict[str, Any] = {}
     for name, value in names.items():
-        if isinstance(value, torch.Tensor):
+        if _is_tensor(value):
             found[name] = (value, value._version)
         elif type(value) in (list, dict, set):
             found[name] = value.copy()

@@ -27,6 +27,7 @@ from nnsight_pp.engines.vllm.layers import Noted, num_ids_of, repacked, rules_of
 from nnsight_pp.engines.vllm.ledger import Ledger
 from nnsight_pp.engines.vllm.names_trial import NamesTrial
 from nnsight_pp.engines.vllm.points import Points
+from nnsight_pp.engines.vllm.residents import PREFIX, Residents
 from nnsight_pp.engines.vllm.root import VLLMTree, object_of
 from nnsight_pp.engines.vllm.side import RankSide
 from nnsight_pp.engines.vllm.surface import RankSurface
@@ -44,7 +45,7 @@ from nnsight_pp.parallel.owners import StageMap
 from nnsight_pp.parallel.publications import Publications
 from nnsight_pp.trace.gradients import install_backward
 from nnsight_pp.trace.mount import mount_save
-from nnsight_pp.wire.value_codec import decode, encode
+from nnsight_pp.wire.value_codec import decode, encode, from_bytes, to_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,7 +124,17 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             untrue = names.untrue(model)
         root.untrue = {key: why for one in compat.exchange(untrue) for key, why in one.items()}
         _hold_real(root, real)
-        link = self._link(place, lambda name: constant_of(real, name))
+        residents = Residents(root, place.stage)
+
+        def constant(name: str) -> torch.Tensor:
+            if name.startswith(PREFIX):
+                return residents.tensor(name.removeprefix(PREFIX))
+            return constant_of(real, name)
+
+        def object_for(name: tuple[str, Any]) -> Any:
+            return residents.give(*name[1]) if name[0] == "kept" else object_of(root, name)
+
+        link = self._link(place, constant)
         turns = Interleaver(
             StepClock(),
             switch,
@@ -136,7 +147,8 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             where=str(place),
             arrange=_serve_order(place),
         )
-        ledger = Ledger(turns, switch, lambda name: object_of(root, name), place.stage, link)
+        self._residents = residents
+        ledger = Ledger(turns, switch, object_for, place.stage, link, residents)
         turns.asks.surface = RankSurface(root, turns, self._stages, place.stage, ledger.fail_worker)
         self.nnsight_side = RankSide(place, turns, ledger, points, link)
         add_tracing(runner, self.nnsight_side, TensorGroup() if place.tp_size > 1 else None)
@@ -212,7 +224,21 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
     @_answers
     def nnsight_statistics(self) -> Any:
         """Return what is alive on this rank."""
-        return pickle.dumps(self._require_side().statistics())
+        kept = {"resident": len(self._residents)}
+        return pickle.dumps(self._require_side().statistics() | kept)
+
+    @_answers
+    def nnsight_resident(self, wanted: bytes) -> Any:
+        """Return a part of a tensor that is kept for a session; nothing where it is not."""
+        found = self._residents.part(*from_bytes(wanted))
+        return to_bytes(found[0]) if found else b""
+
+    @_answers
+    def nnsight_release(self, session: str) -> Any:
+        """Forget what is kept for ``session``."""
+        self._require_side()
+        self._residents.release(session)
+        return b""
 
     @_answers
     def nnsight_describe(self) -> Any:

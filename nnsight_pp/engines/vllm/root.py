@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nnsight_pp.core.location import LOGITS, ROOT, SAMPLES, Location
+from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.envoys.envoy import Envoy, unsupported
@@ -118,6 +119,15 @@ class VLLMTree(StandardNames, Envoy):
             "Trace the model",
         )
 
+    def scan(self, *_: Any, **__: Any) -> Any:
+        """Refuse: an engine cannot run without its weights."""
+        raise unsupported(
+            "scan is unavailable on vLLM.",
+            None,
+            "runs kernels that know nothing of tensors without elements",
+            "Look at shapes in a trace, or scan a `LanguageModel` of the same checkpoint",
+        )
+
     def _will_skip(self, location: Location) -> None:
         self.gate.is_skipping = True  # until the step is over
 
@@ -133,7 +143,7 @@ class VLLMTree(StandardNames, Envoy):
         raise unsupported(
             f"{node.path} was called with hook=True.",
             _line(),
-            "serves only what its own forward computes",
+            "names each value by its step, and the call would make a second one of the same name",
             "Leave `hook` out",
         )
 
@@ -247,6 +257,8 @@ def name_of(root: Envoy, obj: Any) -> tuple[str, str] | None:
     Raises:
         UnknownLocationError: ``obj`` is a node of another model.
     """
+    if issubclass(type(obj), RemoteValue):
+        return None  # it would move bytes to say what it is
     if isinstance(obj, Envoy):
         if obj.root is not root:
             raise UnknownLocationError(

@@ -21,17 +21,19 @@ def by_sequence(reports: Sequence[Report]) -> list[Report]:
     return [merge_reports(found[one]) for one in sorted(found, key=compat.sequence_of)]
 
 
-def bound_by(sequences: Sequence[Report], *, are_many: bool) -> dict[str, Any]:
-    """Return the saved names: of many sequences each as a list, with None where one has not saved.
+def bound_by(
+    bound: Sequence[dict[str, Any]], sequences: Sequence[Report], *, are_many: bool
+) -> dict[str, Any]:
+    """Return the names that the ``sequences`` have ``bound``.
 
-    What is saved of `tracer.result` is one object: it is that of the prompt.
+    Of many sequences each is a list, with None where one has not bound it. What is saved of
+    `tracer.result` is one object: it is that of the prompt.
     """
     if not are_many:
-        return dict(sequences[0].saved)
-    names = dict.fromkeys(name for one in sequences for name in one.saved)
-    bound: dict[str, Any] = {}
-    for name in names:
-        values = [one.saved.get(name) for one in sequences]
+        return dict(bound[0])
+    found: dict[str, Any] = {}
+    for name in dict.fromkeys(name for one in bound for name in one):
+        values = [one.get(name) for one in bound]
         is_result = all(name in one.results for one in sequences)
-        bound[name] = values[0] if is_result else values
-    return bound
+        found[name] = values[0] if is_result else values
+    return found

@@ -38,15 +38,7 @@ _SETTLE_S = 2.0
 
 @final
 class RankSide:
-    """Tracing on one rank.
-
-    Args:
-        place: Where this rank stands.
-        turns: Runs the workers.
-        ledger: The traced requests.
-        points: The serve points.
-        link: The link to the other stages, or None with one stage.
-    """
+    """Tracing on one rank: its workers, its traced requests, its serve points, its link."""
 
     def __init__(
         self,
@@ -62,13 +54,11 @@ class RankSide:
         self._edits = EditBlocks(ledger)
         self._points = points
         self._link = link
-        # How often a traced request was preempted and computed again.
         self._num_resumed = 0
         self._parcel = Parcel()
         # Whether the step that runs now holds a request with a block, failed or not. It follows
         # from the scheduler's output: all ranks run it eagerly, or none.
         self.is_eager = False
-        # The traced requests of the step that runs now, with its number.
         self._batch: list[tuple[TracedRequest, int]] = []
         # These, and those whose block is over: what the last stage looks at when it has sampled.
         self._in_step: list[TracedRequest] = []
@@ -86,10 +76,7 @@ class RankSide:
     # -- before the forward --------------------------------------------------------------------
 
     def is_concerned(self, output: Any) -> bool:
-        """Whether the step holds a request with a block; alike on every rank. Call it for each.
-
-        Cost: where nobody traces, one look at each request that is new.
-        """
+        """Whether the step holds a request with a block; alike on every rank. Call it for each."""
         for company in self._ledger.companies.values():
             company.ended.update(compat.ended(output))
         is_known = len(self._ledger) > 0 and any(
@@ -115,17 +102,15 @@ class RankSide:
                 traced = self._take_in(item) if is_new else self._ledger.get(item.request)
             except Exception as error:
                 self._broke("taking in a request", error)
-            if traced is None:
-                if is_new:
-                    self._turns.agree(item.request, is_new=True, has_failed=True)
-                continue
-            if traced.company is not None:
+            if traced is None and is_new:
+                self._turns.agree(item.request, is_new=True, has_failed=True)
+            elif traced is not None and traced.company is None:
+                self._num_resumed += item.is_resumed
+                self._open(traced, item, is_new=is_new)
+            elif traced is not None and traced.company is not None:
                 self._in_step.append(traced)
                 beside = together.setdefault(traced.company.name, [])
                 beside += [(traced, item)] if traced.error is None else []
-                continue
-            self._num_resumed += item.is_resumed
-            self._open(traced, item, is_new=is_new)
         for name, members in together.items():
             company = self._ledger.companies[name]
             is_new = not company.is_started
@@ -149,8 +134,7 @@ class RankSide:
                 self._turns.open_step(traced.request, item.step)
         except Exception as error:
             self._broke("opening a step", error, traced)
-        has_failed = traced.error is not None
-        self._turns.agree(traced.request, is_new=is_new, has_failed=has_failed)
+        self._turns.agree(traced.request, is_new=is_new, has_failed=traced.error is not None)
 
     def _open_together(self, members: list[tuple[TracedRequest, compat.Scheduled]]) -> None:
         """Do for the requests of one company, which are in order, what others get one by one."""
@@ -266,16 +250,9 @@ class RankSide:
     # -- after a request -----------------------------------------------------------------------
 
     def collect(self, wanted: list[tuple[str, bytes | None]]) -> bytes | dict[str, int]:
-        """End the requests of these traces; return this stage's reports of them, or where they are.
-
-        Args:
-            wanted: The client's name of each trace with its pickled result, or None for one that
-                was aborted.
-        """
+        """End the requests of these traces; return this stage's reports, or where they are."""
         reports: list[Report] = []
-        values = {
-            trace: None if result is None else pickle.loads(result) for trace, result in wanted
-        }
+        values = {trace: result and pickle.loads(result) for trace, result in wanted}
         for trace, value in values.items():
             for traced in self._ledger.of_trace(trace):
                 if traced.company is None:

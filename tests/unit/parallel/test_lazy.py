@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from fakes.sources import lazy
+from nnsight_pp.core.location import Location
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.saved import SavedSet, active_saves
 from nnsight_pp.errors import NotSupportedError
 from nnsight_pp.parallel.lazy import LazyRemoteTensor, first_input, with_first_input
+from nnsight_pp.parallel.pulled import OwnConstant
 
 
 def grid() -> torch.Tensor:
@@ -473,3 +475,27 @@ def test_what_was_assigned_as_first_input_is_the_same_object_when_read():
     assert first_input(assigned) is mine
     assigned[0][0][1] = 5.0  # at once, as `mine` is the block's own tensor
     assert mine.tolist() == [0.0, 5.0, 0.0]
+
+
+def test_an_edit_in_place_is_told_from_a_use():
+    def lazy():
+        return LazyRemoteTensor(OwnConstant(Location("model.a", "weight"), torch.ones(3, 2)))
+
+    for use in (
+        lambda x: x.sum(),
+        lambda x: x[0] + 1,
+        lambda x: x.clone().zero_(),
+        lambda x: x.view(-1)[0].item(),
+    ):
+        value = lazy()
+        use(value)
+        assert not value._is_edited()
+    for edit in (
+        lambda x: x.zero_(),
+        lambda x: x.__setitem__(0, 3),
+        lambda x: x.view(-1).zero_(),
+        lambda x: torch.add(x, 1, out=x),
+    ):
+        value = lazy()
+        edit(value)
+        assert value._is_edited()
