@@ -169,8 +169,8 @@ class LazyRemoteTensor(RemoteValue):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__") and name not in _DUNDERS:
             raise AttributeError(name)
-        if name == "clone":
-            return self._clone
+        if name in ("clone", "backward"):  # the latter looks at the line that calls it
+            return self._clone if name == "clone" else self._force().backward
         if name.endswith("_") and not name.endswith("__"):
             return _Edited(self, name)
         if is_reducing_call(name, sys._getframe(1)) and self._is_left_with_owner():
