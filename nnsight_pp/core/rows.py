@@ -192,13 +192,17 @@ class TokenCut:
     Args:
         rows: The request's rows.
         below: For token ids, how many there are: an id beyond would end the engine.
+        edits: Gets an entry whenever an edit is put back. Default: a list of its own.
     """
 
-    __slots__ = ("_below", "rows")
+    __slots__ = ("_below", "edits", "rows")
 
-    def __init__(self, rows: Rows, below: int | None = None) -> None:
+    def __init__(
+        self, rows: Rows, below: int | None = None, edits: list[bool] | None = None
+    ) -> None:
         self.rows = rows
         self._below = below
+        self.edits: list[bool] = [] if edits is None else edits
 
     def _is_rows(self, leaf: torch.Tensor) -> bool:
         return leaf.dim() > 0 and leaf.shape[0] == self.rows.total
@@ -266,6 +270,7 @@ class TokenCut:
             ) and len(new) == len(known):
                 return value
             self.check(value, served)
+        self.edits.append(True)
         fresh = iter(zip(new, known, strict=True))
         return map_leaves(value, lambda leaf: self._put_leaf(leaf, *next(fresh)))
 

@@ -125,7 +125,9 @@ class Joined:
         if self.refused:
             return _RefusingCut(lambda: self.error(where()))
         below = self._parts.num_ids(self._location)
-        return cut if below is None or not isinstance(cut, TokenCut) else TokenCut(cut.rows, below)
+        if below is None or not isinstance(cut, TokenCut):
+            return cut
+        return TokenCut(cut.rows, below, cut.edits)
 
     def split(self, value: Any) -> Any:
         """Return what this rank's model goes on with, when blocks have left ``value``."""

@@ -60,6 +60,21 @@ def test_preempted_requests_see_each_step_once(model: VLLM) -> None:
     assert model.request_counts() == [0, 0]
 
 
+def test_a_preempted_request_whose_edits_are_in_its_cache_is_refused(model: VLLM) -> None:
+    layers = list(model.model.layers)
+    with pytest.raises(ConfigurationError, match=r"(?s)preempted after.*kv_cache_memory_bytes"):
+        with model.trace(temperature=0.0, max_tokens=STEPS, ignore_eos=True) as tracer:
+            for prompt in PROMPTS:
+                with tracer.invoke(prompt):
+                    layers[0].mlp.output[-1] += 0.1  # the prompt's step alone
+                    out = tracer.result.save()
+    assert model.request_counts() == [0, 0]
+    with model.trace(PROMPTS[0], temperature=0.0, max_tokens=STEPS, ignore_eos=True) as tracer:
+        layers[0].mlp.output[-1] += 0.1
+        out = tracer.result.save()
+    assert len(out.outputs[0].token_ids) == STEPS
+
+
 def test_requests_that_share_names_and_lose_one_another_are_refused(model: VLLM) -> None:
     """The cache holds two of three to their end, so one is preempted."""
     layers = list(model.model.layers)

@@ -11,7 +11,7 @@ import torch
 
 from nnsight_pp.core.block import Scope
 from nnsight_pp.core.report import Report
-from nnsight_pp.core.rows import WholeCut
+from nnsight_pp.core.rows import TokenCut, WholeCut
 from nnsight_pp.core.saved import SavedSet
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.company import BesideBlock, Company, cut_prompt
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nnsight_pp.core.protocols import Link, Switch
+    from nnsight_pp.core.rows import Rows
     from nnsight_pp.engines.vllm.company import Member
+    from nnsight_pp.engines.vllm.past_edits import PastEdits
     from nnsight_pp.interleave.interleaver import Interleaver
     from nnsight_pp.parallel.lazy import LazyRemoteTensor
 
@@ -52,6 +54,7 @@ class TracedRequest:
         company: The requests that depend on it and on which it depends, or None.
         given: The values of earlier traces of its session that it got.
         rows_of: vLLM's id of the request whose rows the block sees.
+        has_edited: Whether its block has changed what a cache has seen.
     """
 
     request: str
@@ -67,6 +70,7 @@ class TracedRequest:
     company: Company | None = None
     given: list[LazyRemoteTensor] = field(default_factory=list)
     rows_of: str = ""
+    has_edited: bool = False
 
     def __post_init__(self) -> None:
         self.rows_of = self.rows_of or self.request
@@ -75,6 +79,11 @@ class TracedRequest:
     def is_over_early(self) -> bool:
         """Whether its block has raised, or stopped the request."""
         return self.error is not None or (self.worker is not None and self.worker.error is not None)
+
+    def cut_to(self, rows: Rows | None) -> None:
+        """Let the worker see these rows of the batch, or none."""
+        if self.worker is not None:
+            self.worker.cut = None if rows is None else TokenCut(rows)
 
     @property
     def filename(self) -> str:
@@ -93,6 +102,7 @@ class Ledger:
         stage: This rank's stage.
         link: Told when a block cannot even start. None with one stage.
         residents: What the rank keeps for sessions.
+        past_edits: Which edits a preempted request would lose.
     """
 
     def __init__(
@@ -103,7 +113,9 @@ class Ledger:
         stage: int,
         link: Link | None,
         residents: Residents,
+        past_edits: PastEdits,
     ) -> None:
+        self.past_edits = past_edits
         self._residents = residents
         self._turns = turns
         self._switch = switch
@@ -240,8 +252,8 @@ class Ledger:
             self.fail(traced, error)
 
     def check_whole(self, traced: TracedRequest, item: compat.Scheduled, ran: str) -> None:
-        """Refuse a prompt that the scheduler has cut into pieces."""
-        error = cut_prompt(traced.prompt_len, item, ran)
+        """Refuse a prompt in pieces, and a preempted request whose edits would be lost."""
+        error = cut_prompt(traced.prompt_len, item, ran) or self.past_edits.lost(traced, item, ran)
         if error is not None:
             self.fail(traced, error)
 

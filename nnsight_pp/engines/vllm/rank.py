@@ -26,6 +26,7 @@ from nnsight_pp.engines.vllm.forward import add_tracing
 from nnsight_pp.engines.vllm.layers import Noted, num_ids_of, repacked, rules_of, weight_rule
 from nnsight_pp.engines.vllm.ledger import Ledger
 from nnsight_pp.engines.vllm.names_trial import NamesTrial
+from nnsight_pp.engines.vllm.past_edits import PastEdits, behind_caches
 from nnsight_pp.engines.vllm.points import Points
 from nnsight_pp.engines.vllm.residents import PREFIX, Residents
 from nnsight_pp.engines.vllm.root import VLLMTree, object_of
@@ -115,6 +116,9 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         noted = self._trial_forward(runner, place, points, names)
         self._stages = _stage_map(place, real, noted.order, meta)
         joiner, root.splits = _joiner(place, real, compat.module_paths(meta), noted)
+        is_last = place.stage == place.num_stages - 1
+        caching = [path for path, module in real.items() if hasattr(module, "kv_cache")]
+        past_edits = PastEdits(behind_caches(noted.order, caching) if is_last else ())
         del noted
         root.joiner = joiner
         root.takes_adapters = self.vllm_config.lora_config is not None
@@ -148,7 +152,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             arrange=_serve_order(place),
         )
         self._residents = residents
-        ledger = Ledger(turns, switch, object_for, place.stage, link, residents)
+        ledger = Ledger(turns, switch, object_for, place.stage, link, residents, past_edits)
         turns.asks.surface = RankSurface(root, turns, self._stages, place.stage, ledger.fail_worker)
         self.nnsight_side = RankSide(place, turns, ledger, points, link)
         add_tracing(runner, self.nnsight_side, TensorGroup() if place.tp_size > 1 else None)

@@ -174,7 +174,7 @@ class RankSide:
                 start, end = places[traced.rows_of]
                 # A preempted request is recomputed as one slab: its step's rows are the last.
                 count = traced.prompt_len if step == 0 else 1
-                self._cut(traced, Rows(max(start, end - count), min(count, end - start), total))
+                traced.cut_to(Rows(max(start, end - count), min(count, end - start), total))
         self._points.open(self._serve, self._turns)
 
     def leave_forward(self, rows: list[tuple[str, int, int]]) -> None:
@@ -185,13 +185,13 @@ class RankSide:
         places = {request: index for index, (request, _, _) in enumerate(rows)}
         for traced, _ in self._batch:
             if traced.rows_of in places:
-                self._cut(traced, Rows(places[traced.rows_of], 1, len(rows)))
+                traced.cut_to(Rows(places[traced.rows_of], 1, len(rows)))
 
     def end_step(self) -> None:
         """Disarm the serve points and close the step of each traced request."""
         self._points.shut()
         for traced, step in self._batch:
-            self._cut(traced, None)
+            traced.cut_to(None)
             try:
                 self._turns.close_step(traced.request, step)
             except Exception as error:
@@ -230,14 +230,12 @@ class RankSide:
             if location.kind == "skip":
                 self._turns.skips.hold(location)
                 return value
-            return self._turns.serve(location, value)
+            value = self._turns.serve(location, value)
+            self._ledger.past_edits.note(location, self._batch)
+            return value
         except Exception as error:
             self._broke(f"serving {location}", error, *[traced for traced, _ in self._batch])
             return value
-
-    def _cut(self, traced: TracedRequest, rows: Rows | None) -> None:
-        if traced.worker is not None:
-            traced.worker.cut = None if rows is None else TokenCut(rows)
 
     def _broke(self, doing: str, error: Exception, *traced: TracedRequest | None) -> None:
         """Put a failure of our own on the requests that it concerns."""
