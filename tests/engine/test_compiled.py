@@ -130,9 +130,12 @@ def test_requests_beside_a_block_answer_as_they_do_alone(
     alone = [list(model.generate(one, **options)[0].outputs[0].token_ids) for one in others]
     generate, beside = model._llm.generate, []
 
-    def with_others(prompts: list[Any], params: list[Any], **rest: Any) -> list[Any]:
+    def with_others(
+        prompts: list[Any], params: list[Any], *, lora_request: list[Any], **rest: Any
+    ) -> list[Any]:
         plain = [sampling_params(options, None) for _ in others]
-        found = generate([*prompts, *others], [*params, *plain], **rest)
+        adapters = [*lora_request, *(None for _ in others)]
+        found = generate([*prompts, *others], [*params, *plain], lora_request=adapters, **rest)
         beside.append([list(one.outputs[0].token_ids) for one in found[len(prompts) :]])
         return found[: len(prompts)]
 
