@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from examples.by_hand import changed, numbers, outputs, words, zero
-from nnsight_pp import NotSupportedError
 
 NAMES = (
     "logit_lens",
@@ -26,7 +25,6 @@ NAMES = (
 EIFFEL = "The Eiffel Tower is located in the city of"
 COLOSSEUM = "The Colosseum is located in the city of"
 DOCS = Path(__file__).parents[2] / "docs"
-README = (DOCS.parent / "README.md").read_text()
 # Half of the last printed digit, and what two engines differ by in float32.
 NEAR = 0.012
 
@@ -47,18 +45,7 @@ def rows(text, pattern):
     return found
 
 
-# The README's table of what is refused decides what is expected of an engine.
-REFUSES_EDITS = re.search(r"^\|[^|]*`edit`[^|]*`VLLM`[^|]*\| refused", README, re.MULTILINE)
-REFUSED = {"editing"} if REFUSES_EDITS else set()
-
-
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_what_an_engine_refuses_is_refused_at_the_line(name, printed):
-    with pytest.raises(NotSupportedError, match="edit"):
-        printed(name, "two_stages")
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in REFUSED])
+@pytest.mark.parametrize("name", NAMES)
 def test_two_stages_print_what_the_local_engine_prints(name, printed):
     here, there = printed(name, "local"), printed(name, "two_stages")
     if name == "attribution":  # gradients are the local engine's alone
