@@ -112,6 +112,19 @@ def test_sums_are_made_here_where_the_owner_would_compute_them_elsewhere(
     assert source.pulls == [(Reduction("argmax", (), ()),)]
 
 
+def test_a_reduction_under_autocast_is_made_here():
+    value = grid().bfloat16()
+    x, source = lazy(value)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        wanted = value.prod(), torch.prod(value, 0)
+        found = x.prod(), torch.prod(x, 0)
+    assert [one.dtype for one in wanted] == [torch.float32] * 2
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    assert source.pulls == [()]
+
+
 def test_looking_a_method_up_answers_for_the_real_value():
     x, source = lazy((grid(), grid()))
     assert not hasattr(x, "mean")
