@@ -15,6 +15,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import uuid
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 
 # Below this, the answer itself is quicker than one more remote call.
 LEAST_BYTES = 4 << 20
-_LENGTH = struct.Struct("<Q")
+# The length of the header, and the mark of this one parcel.
+_PREFIX = struct.Struct("<Q16s")
 _ALIGN = 64
 
 
@@ -39,7 +41,7 @@ class Parcel:
     def __init__(self) -> None:
         self._file: int | None = None
 
-    def pack(self, header: bytes, pieces: Sequence[torch.Tensor]) -> dict[str, int]:
+    def pack(self, header: bytes, pieces: Sequence[torch.Tensor]) -> dict[str, Any]:
         """Keep a value as `value_codec.encode` gave it; return where it is.
 
         Raises:
@@ -47,13 +49,14 @@ class Parcel:
         """
         self.drop()
         size = sum(len(piece) for piece in pieces)
+        mark = uuid.uuid4()
         start = _start_of(len(header))
         file = os.memfd_create("nnsight_pp")
         self._file = file
         try:
             os.posix_fallocate(file, 0, start + max(size, 1))
             os.lseek(file, 0, os.SEEK_SET)
-            _write(file, memoryview(_LENGTH.pack(len(header)) + header))
+            _write(file, memoryview(_PREFIX.pack(len(header), mark.bytes) + header))
             os.lseek(file, start, os.SEEK_SET)
             for piece in pieces:
                 _write(file, piece.numpy().data)
@@ -61,7 +64,8 @@ class Parcel:
             self.drop()
             raise
         status = os.fstat(file)
-        return {"pid": os.getpid(), "file": file, "inode": status.st_ino, "size": status.st_size}
+        place = {"pid": os.getpid(), "file": file, "inode": status.st_ino, "size": status.st_size}
+        return {**place, "mark": mark.hex}
 
     def read(self) -> bytes:
         """Return what was packed, for a client that cannot open it."""
@@ -85,7 +89,7 @@ def is_parcel(answer: Any) -> bool:
     return isinstance(answer, dict) and "inode" in answer
 
 
-def open_parcel(where: dict[str, int]) -> Any:
+def open_parcel(where: dict[str, Any]) -> Any:
     """Return the value of another process's `Parcel`; its tensors lie in a private mapping.
 
     Raises:
@@ -96,21 +100,25 @@ def open_parcel(where: dict[str, int]) -> Any:
         status = os.fstat(file)
         if (status.st_ino, status.st_size) != (where["inode"], where["size"]):
             raise FileNotFoundError("another process has this number here")
-        return value_in(mmap.mmap(file, where["size"], access=mmap.ACCESS_COPY))
+        data = mmap.mmap(file, where["size"], access=mmap.ACCESS_COPY)
+        # On another host a process like the rank may have all these numbers, and a file like it.
+        if _PREFIX.unpack_from(data)[1].hex() != where["mark"]:
+            raise FileNotFoundError("another process has a file like this one")
+        return value_in(data)
     finally:
         os.close(file)
 
 
 def value_in(data: Any) -> Any:
     """Return the value that lies in the writable buffer ``data``."""
-    (length,) = _LENGTH.unpack_from(data)
-    header = bytes(memoryview(data)[_LENGTH.size : _LENGTH.size + length])
+    length, _ = _PREFIX.unpack_from(data)
+    header = bytes(memoryview(data)[_PREFIX.size : _PREFIX.size + length])
     return decode(header, torch.frombuffer(data, dtype=torch.uint8, offset=_start_of(length)))
 
 
 def _start_of(header_length: int) -> int:
     """Return where the elements begin: tensors of any dtype must be aligned."""
-    return -(-(_LENGTH.size + header_length) // _ALIGN) * _ALIGN
+    return -(-(_PREFIX.size + header_length) // _ALIGN) * _ALIGN
 
 
 def _write(file: int, data: memoryview) -> None:

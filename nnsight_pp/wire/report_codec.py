@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def encode_reports(reports: list[Report], parcel: Parcel) -> bytes | dict[str, int]:
+def encode_reports(reports: list[Report], parcel: Parcel) -> bytes | dict[str, Any]:
     """Return ``reports`` as bytes, or where they are: large ones go into ``parcel``.
 
     A value that cannot be sent becomes its report's failure.

@@ -247,7 +247,7 @@ class RankSide:
 
     # -- after a request -----------------------------------------------------------------------
 
-    def collect(self, wanted: list[tuple[str, bytes | None]]) -> bytes | dict[str, int]:
+    def collect(self, wanted: list[tuple[str, bytes | None]]) -> bytes | dict[str, Any]:
         """End the requests of these traces; return this stage's reports, or where they are."""
         reports: list[Report] = []
         values = {trace: result and pickle.loads(result) for trace, result in wanted}

@@ -160,11 +160,12 @@ def test_small_and_large_reports_of_one_collect_come_together():
     assert [one.stage for one in found] == [0, 1]
 
 
-def test_a_client_that_cannot_map_asks_for_the_bytes():
+@pytest.mark.parametrize("other", [{"inode": 1}, {"mark": "0" * 32}, {"pid": 1 << 22}])
+def test_a_client_that_cannot_map_asks_for_the_bytes(other):
     parcel = Parcel()
     answer = encode_reports([large(2)], parcel)
     fetch = fetching(parcel)
-    (back,) = decode_reports([{**answer, "inode": answer["inode"] + 1}], fetch)
+    (back,) = decode_reports([answer | other], fetch)
     assert fetch.seen == [True]
     back.saved["x"][0] = 7
     assert torch.equal(back.saved["x"][1:], large(2).saved["x"][1:])
