@@ -66,11 +66,6 @@ class Agreement:
         self._joiner = joiner
         self._where = where
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether there is another rank in the group."""
-        return self._joiner is not None
-
     def after_turn(
         self, worker: Worker, written: Any = None, *, has_failed: bool = False
     ) -> RankDivergenceError | None:

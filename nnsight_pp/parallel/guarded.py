@@ -12,6 +12,7 @@ innermost handler of each instruction; what a handler re-raises is handled where
 from __future__ import annotations
 
 import dis
+import sys
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +27,12 @@ _PASSING = frozenset(
 )
 
 
-def is_guarded(frame: FrameType | None) -> bool:
-    """Tell whether ``frame``, or one that called it, handles what is raised where it stands.
+def is_guarded() -> bool:
+    """Tell whether code that has led here handles what is raised here.
 
     Frames of this package do not count; a greenlet's frames end with the greenlet.
     """
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_globals.get("__name__", "").startswith(_PACKAGE) and _is_guarded_at(
             frame.f_code, frame.f_lasti

@@ -145,7 +145,7 @@ class LazyRemoteTensor(RemoteValue):
 
     def __getitem__(self, index: Any) -> Any:
         if _is_plain(index):
-            if is_guarded(sys._getframe(1)):
+            if is_guarded():
                 # The whole: an error of its owner's would be of another class.
                 pick(self._tree.whole(in_torch=False), (*self._picks, index))
             return self._child(index)
@@ -162,7 +162,7 @@ class LazyRemoteTensor(RemoteValue):
 
     def _edit(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Edit in place: recorded, or made at once under Note [Deferred errors]."""
-        if is_guarded(sys._getframe(2)):
+        if is_guarded():
             self._tree.whole(in_torch=False)
         return self._tree.edit(self._picks, function, args, kwargs)
 
@@ -320,7 +320,7 @@ def _reduced(
     value = args[0]
     pulled = value._tree.pulled
     step = reduction(function, args[1:], kwargs, sums_alike=pulled.sums_alike)
-    if step is None or is_guarded(sys._getframe(3)):
+    if step is None or is_guarded():
         return None
     return LazyRemoteTensor._of(Tree(pulled.made((*value._picks, step))), ())
 
