@@ -21,6 +21,20 @@ LONGER = (
     "My favourite thing about the old town is that every small street leads down to the sea and"
 )
 SHORT = "Two plus two is"
+# What a rank counts of requests, workers and values: zero when nobody runs.
+GAUGES = (
+    "tracked",
+    "requests",
+    "workers",
+    "parked",
+    "published",
+    "shelves",
+    "waiting",
+    "pending",
+    "parcels",
+    "observed",
+    "resident",
+)
 
 
 def local_stream(layer: Any) -> Any:
@@ -211,6 +225,11 @@ class Engine:
 
     def context(self) -> Any:
         return contextlib.nullcontext()
+
+    def assert_idle(self) -> None:
+        """Fail where a rank has kept anything of a request that is over."""
+        for rank in self.model.statistics():
+            assert {name: rank[name] for name in GAUGES if rank.get(name)} == {}
 
     def close(self) -> None:
         self.model.close()

@@ -26,9 +26,7 @@ STAGES = (1, 2)
 def test_block(name: str, engine: Engine, reference: Callable[[str], dict[str, Any]]) -> None:
     assert_same(BLOCKS[name](engine), reference(name), name)
     assert set(engine.model.request_counts()) == {0}
-    for rank in engine.model.statistics():
-        alive = ("requests", "workers", "parked", "published", "shelves", "waiting", "pending")
-        assert {key: rank[key] for key in alive if rank.get(key)} == {}
+    engine.assert_idle()
 
 
 @pytest.fixture(scope="module")

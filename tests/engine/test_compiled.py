@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from engine.backends import LONGER, PROMPT, SHORT, Engine, Local
-from engine.blocks import BLOCKS
-from engine.compare import assert_same
+from engine.table import assert_block_same
 from nnsight_pp.engines.vllm.prompts import sampling_params
 
 NUM_NAMES = 30
@@ -97,10 +96,7 @@ on_engines = pytest.mark.parametrize(
 @on_engines
 @pytest.mark.parametrize("name", NAMES)
 def test_block(name: str, engine: Engine, six: Local) -> None:
-    with six.context():
-        wanted = BLOCKS[name](six)
-    assert_same(BLOCKS[name](engine), wanted, name)
-    assert set(engine.model.request_counts()) == {0}
+    assert_block_same(name, engine, six)
 
 
 @on_engines

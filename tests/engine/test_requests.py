@@ -43,18 +43,7 @@ class UsersOwnError(Exception):
 def nothing_left(engine: Engine) -> Iterator[None]:
     yield
     assert engine.model.request_counts() == [0, 0]
-    for rank in engine.model.statistics():
-        alive = (
-            "requests",
-            "workers",
-            "parked",
-            "published",
-            "shelves",
-            "waiting",
-            "pending",
-            "parcels",
-        )
-        assert {key: rank[key] for key in alive if rank.get(key)} == {}
+    engine.assert_idle()
 
 
 def alone(local: Local, prompt: str, layer: int) -> torch.Tensor:

@@ -25,10 +25,7 @@ def engine(smollm2_path: Path) -> Iterator[Engine]:
 @pytest.fixture(autouse=True)
 def nothing_left(engine: Engine) -> Iterator[None]:
     yield
-    for rank in engine.model.statistics():
-        alive = ("tracked", "requests", "workers", "parked", "published", "shelves", "waiting")
-        alive = (*alive, "pending", "observed", "resident")
-        assert {key: rank[key] for key in alive if rank.get(key)} == {}
+    engine.assert_idle()
 
 
 def resident(engine: Engine) -> list[int]:

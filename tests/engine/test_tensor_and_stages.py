@@ -45,9 +45,7 @@ def four(tiny_qwen2_path: Path, wanted: dict[str, Any]) -> Iterator[Engine]:
 @pytest.mark.parametrize("name", SHARDED)
 def test_sharded_block(name: str, four: Engine, wanted: dict[str, Any]) -> None:
     assert_same(SHARDED[name](four.model, four.layers), wanted[name], name)
-    alive = ("tracked", "workers", "parked", "published", "shelves", "waiting", "pending")
-    for rank in four.model.statistics():
-        assert {key: rank[key] for key in alive if rank.get(key)} == {}
+    four.assert_idle()
 
 
 @pytest.fixture(scope="module")

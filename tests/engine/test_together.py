@@ -29,9 +29,7 @@ LAYERS, POSITIONS = (3, 13, 22, 28), (4, -1)
 def nothing_left(engine: Engine) -> Iterator[None]:
     yield
     assert set(engine.model.request_counts()) == {0}
-    for rank in engine.model.statistics():
-        alive = ("requests", "workers", "parked", "published", "shelves", "waiting", "pending")
-        assert {key: rank[key] for key in alive if rank.get(key)} == {}
+    engine.assert_idle()
 
 
 def patched(backend: Any, trace: Callable[[], Any]) -> dict[Any, torch.Tensor]:

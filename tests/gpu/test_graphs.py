@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from engine.backends import LONGER, PROMPT, SHORT, Engine, Local
-from engine.blocks import BLOCKS
-from engine.compare import assert_same
+from engine.table import assert_block_same
 from gpu.test_stages import NAMES
 
 
@@ -23,17 +22,9 @@ def engine(smollm2_path: Path) -> Iterator[Engine]:
         engine.close()
 
 
-@pytest.fixture(scope="module")
-def local(smollm2_path: Path) -> Local:
-    return Local(str(smollm2_path))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_block(name: str, engine: Engine, local: Local) -> None:
-    with local.context():
-        wanted: dict[str, Any] = BLOCKS[name](local)
-    assert_same(BLOCKS[name](engine), wanted, name)
-    assert set(engine.model.request_counts()) == {0}
+    assert_block_same(name, engine, local)
 
 
 def test_replayed_steps_are_the_same_before_and_after_a_block(engine: Engine) -> None:

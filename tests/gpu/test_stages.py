@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from engine.backends import Engine, Local
-from engine.blocks import BLOCKS
-from engine.compare import assert_same
+from engine.table import assert_block_same
 
 # Those that bring no tensor of their own along: it would be on the CPU.
 NAMES = [
@@ -41,14 +39,6 @@ def engine(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[Engin
         engine.close()
 
 
-@pytest.fixture(scope="module")
-def local(smollm2_path: Path) -> Local:
-    return Local(str(smollm2_path))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_block(name: str, engine: Engine, local: Local) -> None:
-    with local.context():
-        wanted: dict[str, Any] = BLOCKS[name](local)
-    assert_same(BLOCKS[name](engine), wanted, name)
-    assert set(engine.model.request_counts()) == {0}
+    assert_block_same(name, engine, local)
