@@ -51,7 +51,7 @@ class BlockStatement:
         if capture.block.around and not self.runs_at_once:
             capture.release()
             self._capture = None
-            raise items_refused(capture.block)
+            raise _items_refused(capture.block)
         # Note [Calls and returns are balanced]
         if capture.counting is not None and sys._getframe().f_trace is None:
             capture.counting(sys._getframe(), "return", None)
@@ -100,7 +100,7 @@ class BlockStatement:
         exec(compile(text, block.filename, "exec", flags=block.flags, dont_inherit=True), scope)
 
 
-def items_refused(block: Block) -> BlockShapeError:
+def _items_refused(block: Block) -> BlockShapeError:
     """Return the error for context managers behind one whose body is not run at once."""
     return BlockShapeError(
         explain(

@@ -6,21 +6,21 @@ loop it does not end the block around it when the run has fewer steps.
 
 from __future__ import annotations
 
-import sys
 import warnings
 from typing import TYPE_CHECKING, Any, final
 
 from nnsight_pp.errors import NNsightDeprecationWarning
 from nnsight_pp.interleave.steps import Selection, Steps
 from nnsight_pp.interleave.worker import LoopCut
-from nnsight_pp.trace.capture import BodyCapture, BodySkipped, trace_nothing
 from nnsight_pp.trace.deliver import deliver
 from nnsight_pp.trace.names import names_of
-from nnsight_pp.trace.statement import items_refused
+from nnsight_pp.trace.statement import BlockStatement
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
+    from types import FrameType
+
+    from nnsight_pp.core.block import Block
 
 
 @final
@@ -38,18 +38,18 @@ class StepChoice:
 
 
 @final
-class StepLoop:
+class StepLoop(BlockStatement):
     """The chosen steps: loop over them. As a `with` it is deprecated.
 
     Args:
         steps: The steps, each of which waits for its turn.
     """
 
-    __slots__ = ("_capture", "_steps")
+    __slots__ = ("_steps",)
 
     def __init__(self, steps: Iterator[int]) -> None:
+        super().__init__()
         self._steps = steps
-        self._capture: BodyCapture | None = None
 
     def __iter__(self) -> Iterator[int]:
         return self._steps
@@ -57,40 +57,20 @@ class StepLoop:
     def __next__(self) -> int:
         return next(self._steps)
 
-    def __enter__(self) -> StepLoop:
+    def _check_entry(self) -> None:
         warnings.warn(
             "The block form is deprecated: write `for step in tracer.iter[...]:`.",
             NNsightDeprecationWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-        self._capture = capture = BodyCapture(sys._getframe(1))
-        if capture.block.around:
-            capture.release()
-            raise items_refused(capture.block)
-        # Note [Calls and returns are balanced]
-        if capture.counting is not None and sys._getframe().f_trace is None:
-            capture.counting(sys._getframe(), "return", None)
-        sys.settrace(trace_nothing)
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> bool:
-        capture, self._capture = self._capture, None
-        assert capture is not None
-        capture.release()
-        if capture.counting is not None:  # Note [Calls and returns are balanced]
-            capture.counting(sys._getframe(), "call", None)
-        if kind is not None and not issubclass(kind, BodySkipped):
-            return False
+    def _take(self, block: Block, frame: FrameType) -> None:
+        """Run the body once per step."""
         # The name behind `as` holds this object: in the body it is the step.
-        held: dict[str, Any] = dict(capture.frame.f_locals)
+        held: dict[str, Any] = dict(frame.f_locals)
         counters = [name for name, value in held.items() if value is self]
-        scope = names_of(capture.frame).scope()
-        code = capture.block.code()
+        scope = names_of(frame).scope()
+        code = block.code()
         try:
             for step in self._steps:
                 for name in counters:
@@ -102,9 +82,5 @@ class StepLoop:
             close = getattr(self._steps, "close", None)
             if close is not None:
                 close()
-        binds = {*capture.block.binds(), *counters}
-        deliver(
-            capture.frame,
-            {name: value for name, value in scope.own().items() if name in binds},
-        )
-        return True
+        binds = {*block.binds(), *counters}
+        deliver(frame, {name: value for name, value in scope.own().items() if name in binds})
