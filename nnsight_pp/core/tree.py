@@ -31,6 +31,16 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     return rebuild(value, [map_leaves(part, change) for part in parts])
 
 
+def own_copy(leaf: Any) -> Any:
+    """Return a copy of a tensor, and anything else as it is."""
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def copied(value: Any) -> Any:
+    """Return ``value`` with a copy of each of its tensors."""
+    return map_leaves(value, own_copy)
+
+
 def leaves(value: Any) -> Iterator[Any]:
     """Yield the leaves of ``value`` in the order in which `map_leaves` meets them."""
     parts = children(value)

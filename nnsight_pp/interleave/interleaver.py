@@ -34,14 +34,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, final
 
-import torch
 from greenlet import getcurrent
 
 from nnsight_pp.core.ask import Join, Read, Step, Write
 from nnsight_pp.core.lens import through
 from nnsight_pp.core.location import RESULT, Location
 from nnsight_pp.core.rows import WholeCut
-from nnsight_pp.core.tree import map_leaves
+from nnsight_pp.core.tree import copied
 from nnsight_pp.interleave.agreement import together
 from nnsight_pp.interleave.asks import Asks
 from nnsight_pp.interleave.clock import Clock, StepClock, VisitClock
@@ -105,7 +104,7 @@ class Interleaver:
             owners=owners,
             link=link,
             make_lazy=make_lazy,
-            snapshot=_copied if snapshot is None else snapshot,
+            snapshot=copied if snapshot is None else snapshot,
             where=where,
             joiner=joiner,
         )
@@ -326,7 +325,3 @@ class Interleaver:
             self._link.fail(worker.request, f"{type(worker.error).__name__}: {worker.error}")
         if worker.timeline is not None:
             worker.timeline.fail(worker, worker.error)
-
-
-def _copied(value: Any) -> Any:
-    return map_leaves(value, lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf)

@@ -28,7 +28,7 @@ import torch
 
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.saved import save
-from nnsight_pp.core.tree import leaves
+from nnsight_pp.core.tree import leaves, own_copy
 from nnsight_pp.errors import OutsideTraceError
 from nnsight_pp.parallel.class_check import is_asked_by_python
 from nnsight_pp.parallel.guarded import is_guarded
@@ -39,7 +39,6 @@ from nnsight_pp.parallel.pulled import (
     Source,
     Tree,
     first_of,
-    own_copy,
     pick,
     real,
     with_first,

@@ -18,7 +18,7 @@ import torch
 
 from nnsight_pp.core.location import Visit
 from nnsight_pp.core.protocols import RemoteValue
-from nnsight_pp.core.tree import leaves, map_leaves
+from nnsight_pp.core.tree import copied, leaves, map_leaves, own_copy
 from nnsight_pp.errors import NotSupportedError, explain
 from nnsight_pp.parallel.reductions import Reduction
 
@@ -224,7 +224,7 @@ class Tree:
     def whole(self, *, in_torch: bool) -> Any:
         """Return the value with its edits, pulling and replaying on first use."""
         if not self.is_here:
-            value = map_leaves(self.pulled.whole(in_torch=in_torch), own_copy)
+            value = copied(self.pulled.whole(in_torch=in_torch))
             for picks, function, args, kwargs in self._edits:
                 real_args, real_kwargs = real(args, in_torch), real(kwargs, in_torch)
                 try:
@@ -249,7 +249,7 @@ class Tree:
         key = repr(picks)
         if key not in self._parts:
             part = self.pulled.part(picks, in_torch=in_torch)
-            self._parts[key] = map_leaves(part, own_copy)
+            self._parts[key] = copied(part)
         return self._parts[key]
 
     def edit(
@@ -286,7 +286,7 @@ class Tree:
         if self._first:
             self.whole(in_torch=False)
         if self.is_here:
-            copy._set(map_leaves(self._value, own_copy))
+            copy._set(copied(self._value))
         return copy
 
     def replaced_first(self, first: Any) -> Tree:
@@ -310,11 +310,6 @@ def _are_alike(value: Any, answer: Any) -> bool:
         or bool(((one == two) | ((one != one) & (two != two))).all())
         for one, two in zip(leaves(value), leaves(answer), strict=True)
     )
-
-
-def own_copy(leaf: Any) -> Any:
-    """Return a copy of a tensor, and anything else as it is."""
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def frozen(value: Any) -> Any:

@@ -17,9 +17,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
-
-from nnsight_pp.core.tree import map_leaves
+from nnsight_pp.core.tree import copied
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.schedule import with_ended
 from nnsight_pp.errors import ConfigurationError
@@ -82,7 +80,7 @@ class TracingRunner:
         positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
         # An exception that leaves the forward on one rank wedges the whole engine, and a block can
         # write what makes the model raise: then the step is computed again without the blocks.
-        spare = map_leaves((args, kwargs), _copied)
+        spare = copied((args, kwargs))
         side.enter_forward(rows, positions.shape[-1])
         try:
             return forward(*args, **kwargs)
@@ -120,10 +118,6 @@ class TracingRunner:
             num_ids = self.model_config.get_vocab_size()  # type: ignore[attr-defined]
             output.sampled_token_ids = side.serve_samples(output.sampled_token_ids, num_ids)
         return output
-
-
-def _copied(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _end_of_rank(error: Exception) -> NoReturn:

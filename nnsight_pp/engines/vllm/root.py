@@ -11,7 +11,7 @@ import torch
 
 from nnsight_pp.core.location import LOGITS, ROOT, SAMPLES, Location
 from nnsight_pp.core.protocols import RemoteValue
-from nnsight_pp.core.tree import map_leaves
+from nnsight_pp.core.tree import map_leaves, own_copy
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.envoys.envoy import Envoy, unsupported
 from nnsight_pp.envoys.gate import Gate
@@ -248,7 +248,7 @@ def _argument(leaf: Any) -> Any:
     """Return what a module takes in place of ``leaf``: a kernel may overwrite its arguments."""
     if issubclass(type(leaf), Envoy):
         return leaf._module
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+    return own_copy(leaf)
 
 
 def name_of(root: Envoy, obj: Any) -> tuple[str, str] | None:
