@@ -10,7 +10,8 @@ import torch
 
 from engine import standard_blocks
 from engine.compare import assert_same
-from engine.table import BLOCKS
+from engine.neighbours import Neighbours
+from engine.table import BESIDE, BLOCKS, IS_WHOLE
 from nnsight_pp import LanguageModel
 
 if TYPE_CHECKING:
@@ -26,6 +27,31 @@ STAGES = (1, 2)
 def test_block(name: str, engine: Engine, reference: Callable[[str], dict[str, Any]]) -> None:
     assert_same(BLOCKS[name](engine), reference(name), name)
     assert set(engine.model.request_counts()) == {0}
+    engine.assert_idle()
+
+
+@pytest.fixture(scope="module")
+def neighbours(engine: Engine) -> Neighbours:
+    return Neighbours(engine)
+
+
+@pytest.mark.parametrize("name", BESIDE)
+@pytest.mark.parametrize(
+    "engine",
+    STAGES if IS_WHOLE else STAGES[1:],
+    indirect=True,
+    ids=lambda n: f"vllm-{n}",
+    scope="module",
+)
+def test_block_beside_seven_others(
+    name: str,
+    engine: Engine,
+    neighbours: Neighbours,
+    reference: Callable[[str], dict[str, Any]],
+) -> None:
+    with neighbours.beside():
+        found = BLOCKS[name](engine)
+    assert_same(found, reference(name), name)
     engine.assert_idle()
 
 

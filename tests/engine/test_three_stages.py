@@ -10,7 +10,8 @@ import torch
 
 from engine import standard_blocks
 from engine.compare import assert_same
-from engine.table import BLOCKS
+from engine.neighbours import Neighbours
+from engine.table import BLOCKS, IS_WHOLE
 from nnsight_pp import LanguageModel
 
 if TYPE_CHECKING:
@@ -24,6 +25,26 @@ if TYPE_CHECKING:
 def test_block(name: str, engine: Engine, reference: Callable[[str], dict[str, Any]]) -> None:
     assert_same(BLOCKS[name](engine), reference(name), name)
     assert set(engine.model.request_counts()) == {0}
+
+
+@pytest.fixture(scope="module")
+def neighbours(engine: Engine) -> Neighbours:
+    return Neighbours(engine)
+
+
+@pytest.mark.skipif(not IS_WHOLE, reason="NNSIGHT_PP_MATRIX is not 1")
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("engine", [3], indirect=True, ids=["vllm-3"], scope="module")
+def test_block_beside_seven_others(
+    name: str,
+    engine: Engine,
+    neighbours: Neighbours,
+    reference: Callable[[str], dict[str, Any]],
+) -> None:
+    with neighbours.beside():
+        found = BLOCKS[name](engine)
+    assert_same(found, reference(name), name)
+    engine.assert_idle()
 
 
 @pytest.mark.parametrize("engine", [3], indirect=True, ids=["vllm-3"], scope="module")
