@@ -156,6 +156,7 @@ def explain(
     what: str,
     *,
     where: Where | None = None,
+    grid: str = "",
     why: str = "",
     todo: str = "",
     ran: str = "",
@@ -165,6 +166,7 @@ def explain(
     Args:
         what: What happened, with the values. Complete on its own, one sentence.
         where: The user's line, when it is known.
+        grid: A table that is printed as it is.
         why: The rule that was broken.
         todo: A change that the user can make now.
         ran: Where it ran: request, step, stage, tp rank.
@@ -172,6 +174,8 @@ def explain(
     parts = [what]
     if where is not None:
         parts.append(f"  {where.filename}:{where.line}  {where.text()}  <- here")
+    if grid:
+        parts.append(textwrap.indent(grid, "  "))
     advice = " ".join(text for text in (why, todo) if text)
     if advice:
         parts.append(textwrap.fill(advice, 100, break_long_words=False, break_on_hyphens=False))

@@ -95,7 +95,7 @@ class StepClock:
         """Close every step of ``request`` up to ``step``."""
         self._closed[request] = max(step, self._closed.get(request, NEVER))
 
-    def opened(self, request: str) -> int | None:
+    def opened(self, request: str) -> int:
         """Return the last opened step of ``request``, `NEVER` before the first."""
         return self._opened.get(request, NEVER)
 

@@ -228,8 +228,10 @@ class Interleaver:
         if self._link is not None:
             self._link.release(request)
 
-    def workers(self) -> list[Worker]:
-        """Return every worker of this rank."""
+    def workers(self, request: str | None = None) -> list[Worker]:
+        """Return every worker of this rank, or those of ``request``, on any thread."""
+        if request is not None:
+            return list(self._workers.get(request, ()))
         return [worker for workers in self._workers.values() for worker in workers]
 
     def statistics(self) -> dict[str, int]:

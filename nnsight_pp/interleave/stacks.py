@@ -1,4 +1,6 @@
-"""What a process prints on SIGUSR1: where its threads stand, and what its workers are parked on.
+"""What a process says of its workers: on SIGUSR1, and to a stage that has waited in vain.
+
+On SIGUSR1 it prints where its threads stand, and what its workers are parked on.
 
 `kill -USR1 <pid of a rank>` is for a rank that seems to be stuck. The stacks of the threads are
 written by C code, so they come even when no Python code runs; those of the workers come when the
@@ -14,10 +16,14 @@ import threading
 import traceback
 from typing import TYPE_CHECKING
 
+from nnsight_pp.core.standing import Standing
+from nnsight_pp.interleave.clock import StepClock
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from types import FrameType
 
+    from nnsight_pp.interleave.interleaver import Interleaver
     from nnsight_pp.interleave.worker import Worker
 
 
@@ -37,6 +43,24 @@ def report_of(workers: Iterable[Worker], where: str) -> str:
     if len(lines) == 1:
         lines.append("none")
     return "\n".join(lines) + "\n"
+
+
+def standing_of(turns: Interleaver, request: str) -> Standing:
+    """Return how far an engine's rank is with ``request``. On any thread: it only looks."""
+    workers, clock = turns.workers(request), turns.clock
+    assert isinstance(clock, StepClock)
+    doing = ", ".join(map(_doing, workers)) or "no block of it runs here"
+    asked = sum(worker.asked for worker in workers)
+    return Standing(clock.opened(request), clock.closed(request), asked, doing)
+
+
+def _doing(worker: Worker) -> str:
+    ask, error = worker.ask, worker.error
+    if error is not None:
+        return f"failed with {type(error).__name__}"
+    if worker.has_ended:
+        return "its block has ended"
+    return "its block runs" if ask is None else f"parked on {ask}"
 
 
 def print_on_signal(workers: Callable[[], Iterable[Worker]], where: str) -> bool:

@@ -1,28 +1,19 @@
 """The link between the stages of one tensor-parallel column, over a gloo group of its own.
 
-gloo's `send` returns only when the peer has posted the matching receive, so the forward thread
-never touches gloo. For each peer there is one reader thread, which always has a receive posted and
-never sends, and one writer thread with a queue. Neither touches a worker: they resolve pending
-answers and look answers up in `Publications`.
-
-A message is one frame of fixed size with its body inside; only a body that does not fit takes a
-second message. gloo closes a pair when a timeout of its own runs out, so the group is made without
-one, and deadlines sit on `PendingAnswer`.
+The forward thread never touches gloo: the threads of `gloo_peer` do. Neither touches a worker: they
+resolve pending answers and look answers up in `Publications`. gloo closes a pair when a timeout of
+its own runs out, so the group is made without one, and deadlines sit on `PendingAnswer`.
 
 Source: vllm 0.32.0 has its own groups; none of them is used or shared here.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
-import queue
-import struct
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, final
 
@@ -30,26 +21,22 @@ import torch
 import torch.distributed as dist
 
 from nnsight_pp.core.ask import AskKey
+from nnsight_pp.parallel.gloo_peer import STOP, GlooPeer
 from nnsight_pp.parallel.pending import PendingAnswer
 from nnsight_pp.parallel.publications import Answer, Publications, Question
+from nnsight_pp.parallel.waits import report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from nnsight_pp.core.location import Location
+    from nnsight_pp.core.location import Location, Visit
 
-log = logging.getLogger(__name__)
-
-_FRAME_BYTES = 16 * 1024
 _ALIGN = 16
-# Magic, kind, length of the head, length of the whole body.
-_PREFIX = struct.Struct("<4sBIQ")
-# What fits is in the frame: the head, and the rest of the body if that fits too. Else a second
-# message has it, with the head where that does not fit.
-_ROOM_BYTES = _FRAME_BYTES - _PREFIX.size
-_MAGIC = b"nnpp"
-_ASK, _ANSWER, _RELEASE, _STOP, _LET_GO = range(5)
+_ASK, _ANSWER, _RELEASE, _LET_GO = range(STOP + 1, STOP + 5)
 _NEVER = timedelta(days=365)
+# How long a stage is waited for that has just let another wait run out: all requests of a step wait
+# one after the other, and the engine has a bound of its own.
+_SILENT_S = 1.0
 
 
 @contextmanager
@@ -81,27 +68,6 @@ def new_group(columns: Sequence[Sequence[int]], rank: int) -> Any:
             if rank in ranks:
                 own = group
     return own
-
-
-@dataclass(slots=True)
-class _Traffic:
-    """What crossed between this rank and one peer."""
-
-    pulls: int = 0
-    bytes_received: int = 0
-    bytes_sent: int = 0
-
-
-@dataclass(slots=True)
-class _Peer:
-    """One other stage."""
-
-    stage: int
-    rank: int
-    outbox: queue.SimpleQueue[tuple[int, Callable[[], tuple[bytes, list[torch.Tensor]]]] | None]
-    traffic: _Traffic = field(default_factory=_Traffic)
-    threads: list[threading.Thread] = field(default_factory=list)
-    failure: str | None = None
 
 
 @final
@@ -136,8 +102,6 @@ class GlooLink:
         sums_alike: bool = True,
     ) -> None:
         self.sums_alike = sums_alike
-        # A sum over many elements is cut by threads: the link's must have as many as the workers'.
-        self._num_threads = torch.get_num_threads()
         self._stage = stage
         self._group = group
         self._own = publications
@@ -150,23 +114,17 @@ class GlooLink:
         self._tickets = 0
         # By ticket: the owner, the request, and who waits.
         self._pending: dict[int, tuple[int, str, PendingAnswer]] = {}
-        self._is_stopping = False
-        self._peers = {
-            peer: _Peer(peer, rank, queue.SimpleQueue())
-            for peer, rank in enumerate(ranks)
-            if peer != stage
-        }
+        # Stages that have let a wait run out and have sent nothing since.
+        self._silent: set[int] = set()
+        self.is_stopping = False
         with all_cores():
+            self._peers = {
+                peer: GlooPeer(peer, rank, group, self)
+                for peer, rank in enumerate(ranks)
+                if peer != stage
+            }
             for peer in self._peers.values():
-                for role, target in (("reader", self._read), ("writer", self._write)):
-                    thread = threading.Thread(
-                        target=target,
-                        args=(peer,),
-                        name=f"nnsight_pp {role} of stage {peer.stage}",
-                        daemon=True,
-                    )
-                    peer.threads.append(thread)
-                    thread.start()
+                peer.start()
 
     # -- the forward thread's side -------------------------------------------------------------
 
@@ -193,7 +151,10 @@ class GlooLink:
     ) -> PendingAnswer:
         """See `core.protocols.Link`. Returns at once."""
         peer = self._peers[owner]
-        pending = PendingAnswer(location, step, owner, self._bound_s, self._ran)
+        bound_s = min(self._bound_s, _SILENT_S) if owner in self._silent else self._bound_s
+        pending = PendingAnswer(
+            location, step, owner, bound_s, self._ran, lambda v: self._late(key.request, owner, v)
+        )
         with self._lock:
             ticket = self._tickets
             self._tickets += 1
@@ -204,12 +165,19 @@ class GlooLink:
             self._resolve(ticket, Answer("error", failure))
         else:
             body = pickle.dumps((ticket, *key, str(location), step, tuple(picks), kind))
-            peer.outbox.put((_ASK, lambda: (body, [])))
+            peer.send(_ASK, lambda: (body, []))
         return pending
+
+    def _late(self, request: str, owner: int, visit: Visit) -> str:
+        """Note that ``owner`` is silent; return how far all stages are with ``request``."""
+        self._silent.add(owner)
+        own = self._stage, self._own.standing(request)
+        wait = f"waits for {visit} of stage {owner}"
+        return report(self, request, own, self._peers, wait)
 
     def let_go(self, request: str, owner: int, asks: Sequence[tuple[int, int | None]]) -> None:
         """See `core.protocols.Link`."""
-        self._peers[owner].outbox.put((_LET_GO, lambda: (pickle.dumps((request, asks)), [])))
+        self._peers[owner].send(_LET_GO, lambda: (pickle.dumps((request, asks)), []))
 
     def release(self, request: str) -> None:
         """See `core.protocols.Link`."""
@@ -218,16 +186,15 @@ class GlooLink:
             for ticket in [t for t, (_, of, _) in self._pending.items() if of == request]:
                 del self._pending[ticket]
         for peer in self._peers.values():
-            peer.outbox.put((_RELEASE, lambda: (request.encode(), [])))
+            peer.send(_RELEASE, lambda: (request.encode(), []))
 
     def stop(self) -> None:
         """Tell the peers that this rank is leaving; its own threads end when they leave too."""
-        if self._is_stopping:
+        if self.is_stopping:
             return
-        self._is_stopping = True
+        self.is_stopping = True
         for peer in self._peers.values():
-            peer.outbox.put((_STOP, lambda: (b"", [])))
-            peer.outbox.put(None)
+            peer.stop()
 
     def join(self, bound_s: float) -> bool:
         """Wait for the threads, all together at most ``bound_s``; return whether they have ended.
@@ -253,62 +220,10 @@ class GlooLink:
             }
             return {"pending": len(self._pending), "traffic": traffic, **self._own.statistics()}
 
-    # -- the threads ---------------------------------------------------------------------------
+    # -- the peers' threads --------------------------------------------------------------------
 
-    def _write(self, peer: _Peer) -> None:
-        while (item := peer.outbox.get()) is not None:
-            kind, make = item
-            try:
-                head, pieces = make()
-            except Exception:
-                log.exception("a message to stage %d could not be made", peer.stage)
-                continue
-            try:
-                self._send(peer, kind, head, pieces)
-            except Exception as error:
-                self._lose(peer, f"sending to stage {peer.stage} failed: {error}")
-                return
-
-    def _send(self, peer: _Peer, kind: int, head: bytes, pieces: list[torch.Tensor]) -> None:
-        frame, body, length = _message(kind, head, pieces)
-        dist.send(frame, peer.rank, group=self._group)
-        if body is not None:
-            dist.send(body, peer.rank, group=self._group)
-        peer.traffic.bytes_sent += length
-
-    def _read(self, peer: _Peer) -> None:
-        torch.set_num_threads(self._num_threads)
-        frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
-        while True:
-            try:
-                dist.recv(frame, peer.rank, group=self._group)
-                magic, kind, head_length, length = _PREFIX.unpack(_as_bytes(frame[: _PREFIX.size]))
-                if magic != _MAGIC:
-                    log.error("a malformed message from stage %d was dropped", peer.stage)
-                    continue
-                begin = _PREFIX.size + (head_length if head_length <= _ROOM_BYTES else 0)
-                head = _as_bytes(frame[_PREFIX.size : begin])
-                if length <= _ROOM_BYTES:
-                    body = frame[begin : _PREFIX.size + length].clone()
-                else:
-                    body = torch.empty(length - len(head), dtype=torch.uint8)
-                    dist.recv(body, peer.rank, group=self._group)
-                if head_length > _ROOM_BYTES:
-                    head, body = _as_bytes(body[:head_length]), body[head_length:]
-            except Exception as error:
-                if not self._is_stopping:
-                    self._lose(peer, f"receiving from stage {peer.stage} failed: {error}")
-                return
-            peer.traffic.bytes_received += length
-            if kind == _STOP:
-                self._lose(peer, f"stage {peer.stage} has stopped")
-                return
-            try:
-                self._received(peer, kind, head, body)
-            except Exception:
-                log.exception("a malformed message from stage %d was dropped", peer.stage)
-
-    def _received(self, peer: _Peer, kind: int, head: bytes, payload: torch.Tensor) -> None:
+    def received(self, peer: GlooPeer, kind: int, head: bytes, payload: torch.Tensor) -> None:
+        self._silent.discard(peer.stage)
         if kind == _RELEASE:
             self._own.released(head.decode(), peer.stage)
         elif kind == _LET_GO:
@@ -330,9 +245,9 @@ class GlooLink:
         else:
             raise ValueError(f"unknown kind {kind}")
 
-    def _reply(self, peer: _Peer, ticket: int, answer: Answer) -> None:
+    def _reply(self, peer: GlooPeer, ticket: int, answer: Answer) -> None:
         if peer.failure is None:
-            peer.outbox.put((_ANSWER, lambda: self._encoded(ticket, answer)))
+            peer.send(_ANSWER, lambda: self._encoded(ticket, answer))
 
     def _encoded(self, ticket: int, answer: Answer) -> tuple[bytes, list[torch.Tensor]]:
         if answer.kind != "value":
@@ -356,7 +271,7 @@ class GlooLink:
         if found is not None:  # else its request was released, or the peer was lost
             found[-1].resolve(answer, num_bytes)
 
-    def _lose(self, peer: _Peer, text: str) -> None:
+    def lost(self, peer: GlooPeer, text: str) -> None:
         """Answer everybody who waits for ``peer``: it will not."""
         with self._lock:
             peer.failure = peer.failure or text
@@ -364,32 +279,3 @@ class GlooLink:
         self._own.gone(peer.stage)
         for ticket in lost:
             self._resolve(ticket, Answer("error", text))
-
-
-def _message(
-    kind: int, head: bytes, pieces: list[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Return the frame, what follows it, and the length of the whole body."""
-    length = len(head) + sum(len(piece) for piece in pieces)
-    frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
-    frame[: _PREFIX.size] = _as_tensor(_PREFIX.pack(_MAGIC, kind, len(head), length))
-    begin = _PREFIX.size + len(head)
-    if len(head) > _ROOM_BYTES:
-        return frame, torch.cat([_as_tensor(head), *pieces]), length
-    frame[_PREFIX.size : begin] = _as_tensor(head)
-    if length > _ROOM_BYTES:
-        # One piece goes as it is, without a copy.
-        return frame, pieces[0] if len(pieces) == 1 else torch.cat(pieces), length
-    if pieces:
-        frame[begin : _PREFIX.size + length] = torch.cat(pieces)
-    return frame, None, length
-
-
-def _as_tensor(data: bytes) -> torch.Tensor:
-    if not data:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _as_bytes(data: torch.Tensor) -> bytes:
-    return data.numpy().tobytes()

@@ -10,6 +10,7 @@ import logging
 import queue
 import threading
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -17,12 +18,14 @@ import torch
 from nnsight_pp.core.tree import leaves
 from nnsight_pp.parallel.pending import PendingAnswer
 from nnsight_pp.parallel.publications import Answer, Publications, Question
+from nnsight_pp.parallel.waits import report
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nnsight_pp.core.ask import AskKey
     from nnsight_pp.core.location import Location
+    from nnsight_pp.core.standing import Standing
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +40,7 @@ class MemoryFabric:
         copy: Copies a value as a trip over a network would.
         delay_s: Called for each message; returns how long it takes.
         constant_of: Returns the weight of a printed location. Default: there is none.
+        standing_of: Returns how far a stage is with a request. Default: nobody knows.
     """
 
     def __init__(
@@ -46,10 +50,16 @@ class MemoryFabric:
         copy: Callable[[Any], Any],
         delay_s: Callable[[], float] = lambda: 0.0,
         constant_of: Callable[[str], Any] | None = None,
+        standing_of: Callable[[int, str], Standing] | None = None,
     ) -> None:
         stages = range(num_stages)
         self.publications = [
-            Publications([peer for peer in stages if peer != stage], pick, constant_of)
+            Publications(
+                [peer for peer in stages if peer != stage],
+                pick,
+                constant_of,
+                None if standing_of is None else partial(standing_of, stage),
+            )
             for stage in stages
         ]
         self.copy = copy
@@ -124,7 +134,10 @@ class MemoryLink:
             self.num_pulls += 1
             self.num_pending += 1
         ran = f"stage {self._stage}"
-        pending = PendingAnswer(location, step, owner, self._bound_s, ran)
+        pending = PendingAnswer(
+            location, step, owner, self._bound_s, ran,
+            lambda visit: self._late(key.request, f"waits for {visit} of stage {owner}"),
+        )  # fmt: skip
         question = Question(key, str(location), step, tuple(picks), kind)
 
         def resolve(answer: Answer) -> None:
@@ -142,6 +155,10 @@ class MemoryLink:
         table = self._fabric.publications[owner]
         self._fabric.post(owner, lambda: table.ask(question, reply))
         return pending
+
+    def _late(self, request: str, wait: str) -> str:
+        peers = [one for one in range(len(self._fabric.publications)) if one != self._stage]
+        return report(self, request, (self._stage, self._own.standing(request)), peers, wait)
 
     def let_go(self, request: str, owner: int, asks: Sequence[tuple[int, int | None]]) -> None:
         """See `core.protocols.Link`."""

@@ -18,6 +18,8 @@ from nnsight_pp.errors import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nnsight_pp.parallel.publications import Answer
 
 
@@ -31,6 +33,8 @@ class PendingAnswer:
         owner: The stage that answers.
         bound_s: The longest wait, in seconds.
         ran: Where this rank is, in words.
+        report: Called with what was asked for when the wait has run out of time; returns how far
+            the stages are, as a table.
     """
 
     __slots__ = (
@@ -40,17 +44,27 @@ class PendingAnswer:
         "_location",
         "_owner",
         "_ran",
+        "_report",
         "_step",
         "bytes_received",
         "waited_s",
     )
 
-    def __init__(self, location: Location, step: int, owner: int, bound_s: float, ran: str) -> None:
+    def __init__(
+        self,
+        location: Location,
+        step: int,
+        owner: int,
+        bound_s: float,
+        ran: str,
+        report: Callable[[Visit], str],
+    ) -> None:
         self._location = location
         self._step = step
         self._owner = owner
         self._bound_s = bound_s
         self._ran = ran
+        self._report = report
         self._done = threading.Event()
         self._answer: Answer | None = None
         self.waited_s = 0.0
@@ -61,6 +75,10 @@ class PendingAnswer:
         self._answer = answer
         self.bytes_received = num_bytes
         self._done.set()
+
+    def answer_within(self, bound_s: float) -> Answer | None:
+        """Return the answer, or None where it does not come within ``bound_s``."""
+        return self._answer if self._done.wait(max(0.0, bound_s)) else None
 
     @property
     def is_resolved(self) -> bool:
@@ -77,9 +95,11 @@ class PendingAnswer:
             raise PullTimeoutError(
                 explain(
                     f"Stage {self._owner} did not answer for {visit} within {self._bound_s:g} s.",
+                    grid=self._report(visit),
                     why="A stage waits only for answers that exist already, so the other stage is "
                     "stuck or gone.",
-                    todo="Look at its log; NNSIGHT_PP_PULL_TIMEOUT_S sets the bound.",
+                    todo="Look at its log, and at what `kill -USR1` of its process prints there; "
+                    "NNSIGHT_PP_PULL_TIMEOUT_S sets the bound.",
                     ran=self._ran,
                 )
             )

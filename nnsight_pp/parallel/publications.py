@@ -11,6 +11,7 @@ answered whatever the worker does.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
     from nnsight_pp.core.ask import AskKey
     from nnsight_pp.core.location import Location
+    from nnsight_pp.core.standing import Standing
+
+log = logging.getLogger(__name__)
 
 # How many ended requests are remembered, so that a late question gets an answer.
 _REMEMBERED = 4096
@@ -72,6 +76,8 @@ class Publications:
             them has released it.
         pick: Applies a question's index steps to a value.
         constant_of: Returns the weight of a printed location. Default: there is none.
+        standing_of: Returns how far this rank is with a request, on any thread. Default: nobody
+            knows.
     """
 
     def __init__(
@@ -79,8 +85,10 @@ class Publications:
         peers: Sequence[int],
         pick: Callable[[Any, Sequence[Any]], Any],
         constant_of: Callable[[str], Any] | None = None,
+        standing_of: Callable[[str], Standing] | None = None,
     ) -> None:
         self._constant_of = constant_of
+        self._standing_of = standing_of
         self._peers = frozenset(peers)
         self._pick = pick
         self._lock = threading.Lock()
@@ -134,8 +142,12 @@ class Publications:
         if question.kind == "constant":
             reply(self._constant(question))
             return
+        if question.kind == "standing":
+            found = self.standing(question.key.request)
+            reply(Answer("error") if found is None else Answer("value", found))
+            return
         request, number = question.key
-        found = ("", None)
+        held = ("", None)
         with self._lock:
             if request in self._ended:
                 answer: Answer | None = Answer("error", "the request is over on the owning stage")
@@ -145,8 +157,16 @@ class Publications:
                 if answer is None and number not in shelf.values:
                     shelf.waiting.setdefault(number, []).append((question, reply))
                     return
-                found = shelf.values.get(number, found)
-        reply(self._answer(question, *found) if answer is None else answer)
+                held = shelf.values.get(number, held)
+        reply(self._answer(question, *held) if answer is None else answer)
+
+    def standing(self, request: str) -> Standing | None:
+        """Return how far this rank is with ``request``, or None where it cannot say."""
+        try:
+            return None if self._standing_of is None else self._standing_of(request)
+        except Exception:
+            log.exception("how far this rank is with a request could not be told")
+            return None
 
     def _known(self, shelf: _Shelf, question: Question) -> Answer | None:
         if question.key.number in shelf.values:

@@ -35,6 +35,7 @@ from nnsight_pp.interleave.clock import StepClock
 from nnsight_pp.interleave.interleaver import Interleaver
 from nnsight_pp.interleave.randomness import Randomness, draws_of
 from nnsight_pp.interleave.serve_order import ShuffledRequests
+from nnsight_pp.interleave.stacks import standing_of
 from nnsight_pp.interleave.steps import Steps
 from nnsight_pp.interleave.timeline import Timeline
 from nnsight_pp.interleave.worker import Worker, current_worker
@@ -46,6 +47,7 @@ from nnsight_pp.trace.names import SiblingNames
 
 if TYPE_CHECKING:
     from nnsight_pp.core.report import PullRecord
+    from nnsight_pp.core.standing import Standing
 
 NUM_LAYERS = 5
 BOUND_S = 20.0
@@ -221,6 +223,9 @@ class Stage:
             kind, *arguments = order
             getattr(self, kind)(*arguments)
         self.statistics = self.turns.statistics()
+
+    def standing(self, request: str) -> Standing:
+        return standing_of(self.turns, request)
 
     def pause(self) -> None:
         if self.random.random() < 0.2:
@@ -443,6 +448,7 @@ class Pipeline:
                 lambda value: map_leaves(value, _crossed),
                 lambda: slow.random() * delay_s if slow.random() < 0.3 else 0.0,
                 weight,
+                lambda stage, request: self.stages[stage].standing(request),
             )
             self.links = [MemoryLink(self.fabric, stage, BOUND_S) for stage in range(num_stages)]
         self.sampled: queue.Queue[Any] = queue.Queue()

@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from nnsight_pp.core.ask import AskKey
 from nnsight_pp.core.location import Location
-from nnsight_pp.parallel import gloo_link
+from nnsight_pp.core.standing import Standing
+from nnsight_pp.parallel import gloo_link, gloo_peer
 from nnsight_pp.parallel.gloo_link import GlooLink, new_group
 from nnsight_pp.parallel.lazy import pick
 from nnsight_pp.parallel.publications import Publications
@@ -38,7 +39,11 @@ def make_link(
         rank,
         range(count),
         group,
-        Publications([peer for peer in range(count) if peer != rank], pick),
+        Publications(
+            [peer for peer in range(count) if peer != rank],
+            pick,
+            standing_of=lambda request: Standing(3, 2, 5, f"{request} is on stage {rank}"),
+        ),
         encode=encode,
         decode=decode,
         bound_s=bound_s,
@@ -202,31 +207,31 @@ class _Lines(logging.Handler):
 
 def a_malformed_message_costs_a_line(rank: int, count: int) -> None:
     seen = _Lines()
-    gloo_link.log.addHandler(seen)
-    gloo_link.log.propagate = False
+    gloo_peer.log.addHandler(seen)
+    gloo_peer.log.propagate = False
     try:
         with linked(rank, count) as link:
             peer = link._peers[1 - rank]
             if rank == 0:
-                noise = torch.full((gloo_link._FRAME_BYTES,), 200, dtype=torch.uint8)
+                noise = torch.full((gloo_peer.FRAME_BYTES,), 200, dtype=torch.uint8)
 
                 def send_noise() -> Any:
                     dist.send(noise, 1, group=link._group)
                     raise ValueError("not a message")
 
                 # On the writer's thread, like every message.
-                peer.outbox.put((99, lambda: (b"", [])))
-                peer.outbox.put((gloo_link._ANSWER, lambda: (b"no pickle", [])))
-                peer.outbox.put((gloo_link._ASK, lambda: (b"", [torch.zeros(3).byte()])))
-                peer.outbox.put((gloo_link._ASK, lambda: [][0]))
-                peer.outbox.put((gloo_link._ASK, send_noise))
+                peer.send(99, lambda: (b"", []))
+                peer.send(gloo_link._ANSWER, lambda: (b"no pickle", []))
+                peer.send(gloo_link._ASK, lambda: (b"", [torch.zeros(3).byte()]))
+                peer.send(gloo_link._ASK, lambda: [][0])
+                peer.send(gloo_link._ASK, send_noise)
                 until(lambda: len(seen.lines) >= 2)
                 link.publish(AskKey("r", 0), PLACE, 5)
             else:
                 until(lambda: len(seen.lines) >= 4)
                 assert link.pull(AskKey("r", 0), 0, PLACE, 0, ()).wait() == 5
     finally:
-        gloo_link.log.removeHandler(seen)
+        gloo_peer.log.removeHandler(seen)
 
 
 def released_everywhere_leaves_nothing(rank: int, count: int) -> None:
@@ -306,9 +311,38 @@ def a_timeout_says_who_did_not_answer(rank: int, count: int) -> None:
             name, text = raised(link.pull(AskKey("r", 0), 0, PLACE, 3, ()).wait)
             assert name == "PullTimeoutError"
             assert "Stage 0" in text
+            assert "| open, r is on stage 0 | open, waits for model.layers.3.output#3 of" in text
+            assert "<-- waiting here" in text
         dist.barrier()
         link.release("r")
         until(lambda: link.statistics()["shelves"] == 0)
+
+
+def a_stage_whose_threads_stand_still_has_no_answer(rank: int, count: int) -> None:
+    go_on = threading.Event()
+    with linked(rank, count, bound_s=30.0 if rank == 0 else 1.5) as link:
+        if rank == 0:
+            ask = link._own.ask
+
+            def stand_still(question: Any, reply: Any) -> None:
+                go_on.wait(60)
+                ask(question, reply)
+
+            link._own.ask = stand_still  # type: ignore[method-assign]
+            link.publish(AskKey("r", 0), PLACE, 7)
+            dist.barrier()
+            dist.barrier()
+            go_on.set()
+            dist.barrier()
+        else:
+            dist.barrier()
+            name, text = raised(link.pull(AskKey("r", 0), 0, PLACE, 3, ()).wait)
+            assert (name, "no answer" in text) == ("PullTimeoutError", True), text
+            name, text = raised(link.pull(AskKey("r", 0), 0, PLACE, 3, ()).wait)
+            assert "within 1 s" in text, "who comes next waits for less"
+            dist.barrier()
+            assert link.pull(AskKey("r", 0), 0, PLACE, 3, ()).wait() == 7
+            dist.barrier()
 
 
 def a_peer_dies(rank: int, count: int) -> str:

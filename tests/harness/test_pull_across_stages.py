@@ -41,6 +41,7 @@ def two(started: list[Ranks]) -> Ranks:
         scenarios.a_busy_forward_thread_keeps_nobody_waiting,
         scenarios.a_peer_that_stopped_answers_nothing,
         scenarios.a_timeout_says_who_did_not_answer,
+        scenarios.a_stage_whose_threads_stand_still_has_no_answer,
     ],
     ids=lambda scenario: scenario.__name__,
 )

@@ -38,7 +38,7 @@ from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.clock import StepClock
 from nnsight_pp.interleave.interleaver import Interleaver
 from nnsight_pp.interleave.serve_order import ShuffledRequests
-from nnsight_pp.interleave.stacks import print_on_signal
+from nnsight_pp.interleave.stacks import print_on_signal, standing_of
 from nnsight_pp.parallel.gloo_link import GlooLink, new_group
 from nnsight_pp.parallel.joined import Parts
 from nnsight_pp.parallel.lazy import LazyRemoteTensor, pick
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nnsight_pp.core.location import Location
+    from nnsight_pp.core.standing import Standing
     from nnsight_pp.envoys.envoy import Envoy
     from nnsight_pp.parallel.parts import Columns
     from nnsight_pp.parallel.place import Place
@@ -138,7 +139,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         def object_for(name: tuple[str, Any]) -> Any:
             return residents.give(*name[1]) if name[0] == "kept" else object_of(root, name)
 
-        link = self._link(place, constant)
+        link = self._link(place, constant, lambda request: standing_of(turns, request))
         turns = Interleaver(
             StepClock(),
             switch,
@@ -179,7 +180,12 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             points.shut()
         return noted
 
-    def _link(self, place: Place, constant: Callable[[str], Any]) -> GlooLink | None:
+    def _link(
+        self,
+        place: Place,
+        constant: Callable[[str], Any],
+        standing: Callable[[str], Standing],
+    ) -> GlooLink | None:
         if place.num_stages == 1:
             return None
         columns = compat.columns()
@@ -189,7 +195,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             place.stage,
             columns[place.tp_rank],
             group,
-            Publications(peers, pick, constant),
+            Publications(peers, pick, constant, standing),
             encode=encode,
             decode=lambda header, payload: on_device(decode(header, payload), self.device),
             bound_s=float(os.environ.get("NNSIGHT_PP_PULL_TIMEOUT_S", "60")),

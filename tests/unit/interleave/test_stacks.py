@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from nnsight_pp.core.location import Location
+from nnsight_pp.core.standing import Standing
 from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.clock import StepClock
 from nnsight_pp.interleave.interleaver import Interleaver
-from nnsight_pp.interleave.stacks import print_on_signal, report_of
+from nnsight_pp.interleave.stacks import print_on_signal, report_of, standing_of
 from nnsight_pp.interleave.worker import Worker, current_worker
 
 PLACE = Location("model.layers.3", "output")
@@ -62,3 +63,13 @@ def test_the_signal_prints_threads_and_workers(
     printed = capfd.readouterr().err
     assert "most recent call first" in printed
     assert "a_block_of_the_user" in printed
+
+
+def test_how_far_a_rank_is_names_steps_asks_and_what_it_waits_for(turns: Interleaver):
+    found = standing_of(turns, "r1")
+    assert found == Standing(0, -1, 1, f"parked on Read {PLACE}#0")
+    turns.close_step("r1", 0)
+    found = standing_of(turns, "r1")
+    assert found == Standing(0, 0, 1, "failed with OutOfOrderError")
+    found = standing_of(turns, "other")
+    assert found == Standing(-1, -1, 0, "no block of it runs here")
