@@ -1,21 +1,44 @@
-"""A rank that dies ends the engine with words, and the next run starts a new one."""
+"""What goes wrong on one stage of an engine: said in words, never waited for without a bound.
+
+One engine of two stages, with a short bound on waits and a low limit on answers. After each test
+but the last it has nothing left of the request, and serves the next one.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
+import socket
+import threading
 import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
-from nnsight_pp import VLLM, EngineDiedError
+from engine.backends import GAUGES
+from nnsight_pp import (
+    VLLM,
+    EngineDiedError,
+    PullTimeoutError,
+    RankDivergenceError,
+    RowsError,
+    ValueUnavailableError,
+)
+
+PROMPT = "one two three"
+# Above the answer of a short prompt, below that of a long one.
+MOST_BYTES = 8192
+BOUND_S = 2.0
 
 
-def test_a_killed_rank_is_an_error_and_not_a_hang(
-    tiny_llama_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture(scope="module")
+def model(tiny_llama_path: Path) -> Iterator[VLLM]:
     model = VLLM(
         str(tiny_llama_path),
         pipeline_parallel_size=2,
@@ -24,28 +47,264 @@ def test_a_killed_rank_is_an_error_and_not_a_hang(
         max_model_len=128,
         kv_cache_memory_bytes=64 << 20,
     )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NNSIGHT_PP_PULL_TIMEOUT_S", str(BOUND_S))
+        patch.setenv("NNSIGHT_PP_MOST_PULL_BYTES", str(MOST_BYTES))
+        try:
+            yield model.dispatch()
+        finally:
+            model.close()
+
+
+@pytest.fixture
+def pids(model: VLLM) -> list[int]:
+    """The processes of the ranks, by stage."""
+    return [pickle.loads(answer)[1] for answer in model._call("nnsight_describe")]
+
+
+def values_of(model: VLLM) -> list[Any]:
+    """Return an early and a late value that a late one is made of."""
     layers = list(model.model.layers)
-    try:
-        with model.trace("one two three", temperature=0.0, max_tokens=2):
-            before = layers[3].mlp.output.save()
-        pids = [pickle.loads(answer)[1] for answer in model._call("nnsight_describe")]
-        os.kill(pids[0], signal.SIGUSR1)  # prints where it stands, and goes on
-        with model.trace("one two three", temperature=0.0, max_tokens=2):
-            again = layers[3].mlp.output.save()
-        assert again.equal(before)
-        printed = capfd.readouterr().err
-        assert "most recent call first" in printed
-        assert "nnsight_pp workers on stage 0 of 2" in printed
-        os.kill(pids[1], signal.SIGKILL)
-        started = time.monotonic()
-        with pytest.raises(EngineDiedError, match="died"):
-            with model.trace("one two three", temperature=0.0, max_tokens=2):
-                late = layers[3].mlp.output.save()
-        assert time.monotonic() - started < 60
-        model.close()
-        with model.trace("one two three", temperature=0.0, max_tokens=2):
-            after = layers[3].mlp.output.save()
-        assert after.equal(before)
-        assert model.request_counts() == [0, 0]
-    finally:
-        model.close()
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        early = layers[0].mlp.output
+        layers[3].mlp.output[-1] += early[-1]
+        found = [early[-1].clone(), layers[3].mlp.output[-1].clone()].save()
+    return found
+
+
+def at_line(error: BaseException) -> str:
+    """Return the line of the block at which ``error`` was raised."""
+    found = [one for one in traceback.extract_tb(error.__traceback__) if one.filename == __file__]
+    return found[-1].line or ""
+
+
+@pytest.fixture(autouse=True)
+def it_serves_the_next(request: pytest.FixtureRequest, model: VLLM) -> Iterator[None]:
+    before = values_of(model)
+    yield
+    if not model.dispatched:
+        return
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        go_on_again()
+    for rank in model.statistics():
+        assert {name: rank[name] for name in GAUGES if rank.get(name)} == {}
+    after = values_of(model)
+    assert all(one.equal(two) for one, two in zip(before, after, strict=True))
+
+
+# ---- a link that stalls ------------------------------------------------------------------------
+
+
+def of_class(name: str) -> Any:
+    """Return the one object of a class of this process, whatever module it is in."""
+    (found,) = [one for one in gc.get_objects() if type(one).__name__ == name]
+    return found
+
+
+def stall(questions_only: bool) -> None:
+    """Answer no pull of this process any more; with all, let its reader stand still as well."""
+    table, go_on = of_class("Publications"), threading.Event()
+    ask = table.ask
+
+    def lose(question: Any, reply: Any) -> None:
+        if question.kind == "standing" and questions_only:
+            ask(question, reply)
+        elif not questions_only:
+            go_on.wait(60)
+            ask(question, reply)
+
+    table.ask = lose
+    table.stalled = go_on
+
+
+def go_on_again() -> None:
+    table = of_class("Publications")
+    if "ask" in vars(table):
+        del table.ask
+        table.stalled.set()
+
+
+@pytest.mark.parametrize(
+    ("questions_only", "said"), [(True, "closed, parked on Step 3"), (False, "no answer")]
+)
+def test_a_link_that_stalls_is_an_error_with_a_table(
+    model: VLLM, pids: list[int], questions_only: bool, said: str
+) -> None:
+    layers = list(model.model.layers)
+    started = time.monotonic()
+    with pytest.raises(PullTimeoutError) as caught:
+        with model.trace(PROMPT, temperature=0.0, max_tokens=4, ignore_eos=True) as tracer:
+            for step in tracer.iter[:4]:
+                early = layers[0].mlp.output
+                if step == 2 and os.getpid() == pids[0]:
+                    stall(questions_only)
+                late = layers[2].mlp.output
+                late[-1] += early[-1]
+    assert time.monotonic() - started < 30
+    text = str(caught.value)
+    place = "model.model.layers.0.mlp.output#2"
+    assert text.startswith(f"Stage 0 did not answer for {place} within 2 s")
+    (row,) = [line for line in text.splitlines() if line.startswith("  step 2")]
+    _, owner, waiting = [cell.strip() for cell in row.split("|")]
+    assert owner == said
+    assert waiting.startswith(f"open, waits for {place} of stage 0")
+    assert waiting.endswith("<-- waiting here")
+    assert at_line(caught.value) == "late[-1] += early[-1]"
+
+
+# ---- answers that cannot be given --------------------------------------------------------------
+
+
+def test_an_answer_above_the_limit_is_refused_and_a_part_of_it_is_not(model: VLLM) -> None:
+    layers = list(model.model.layers)
+    prompt = "a long prompt of many words " * 6
+    with pytest.raises(ValueUnavailableError, match=r"above the limit of 8192") as caught:
+        with model.trace(prompt, temperature=0.0, max_tokens=1):
+            early = layers[0].mlp.output
+            layers[3].mlp.output[:] += early
+    assert at_line(caught.value) == "layers[3].mlp.output[:] += early"
+    with model.trace(prompt, temperature=0.0, max_tokens=1):
+        early = layers[0].mlp.output
+        layers[3].mlp.output[-1] += early[-1]
+        part = early[-1].save()
+    assert part.shape == (128,)
+
+
+def test_what_cannot_be_pickled_is_refused_by_name(model: VLLM) -> None:
+    layers = list(model.model.layers)
+    with pytest.raises(ValueUnavailableError, match=r"'held'.*cannot leave the engine.*pickle"):
+        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            held = [layers[3].mlp.output, threading.Lock()].save()
+    lock = threading.Lock()
+    with pytest.raises(Exception, match=r"lock"):
+        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            with lock:
+                held = layers[3].mlp.output.save()
+
+
+# ---- errors of one stage alone -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_block_that_raises_on_one_stage_after_another_has_pulled_from_it(
+    model: VLLM, pids: list[int], failing: int
+) -> None:
+    layers = list(model.model.layers)
+    seen = []
+    with pytest.raises(ZeroDivisionError) as caught:
+        with model.trace(PROMPT, temperature=0.0, max_tokens=6, ignore_eos=True) as tracer:
+            for step in tracer.iter[:6]:
+                early, late = layers[0].mlp.output, layers[3].mlp.output
+                seen.append(float(early.sum()) + float(late.sum()))
+                step / (os.getpid() != pids[failing] or step < 2)
+                layers[1].mlp.output if step > 4 else None
+    assert at_line(caught.value) == "step / (os.getpid() != pids[failing] or step < 2)"
+
+
+def test_a_write_that_does_not_fit_on_its_stage_is_the_error(model: VLLM) -> None:
+    layers = list(model.model.layers)
+    with pytest.raises(RowsError) as caught:
+        with model.trace(PROMPT, temperature=0.0, max_tokens=3, ignore_eos=True) as tracer:
+            for _ in tracer.iter[:3]:
+                late = layers[2].mlp.output
+                total = float(late.sum())
+                layers[3].mlp.output = late[:0] * total
+    assert at_line(caught.value) == "layers[3].mlp.output = late[:0] * total"
+
+
+# ---- ranks that go different ways --------------------------------------------------------------
+
+
+def test_ranks_that_ask_for_different_values_are_told_at_the_pull(
+    model: VLLM, pids: list[int]
+) -> None:
+    layers = list(model.model.layers)
+    with pytest.raises(
+        RankDivergenceError, match=r"self_attn\.output where.*mlp\.output"
+    ) as caught:
+        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            part = layers[0].mlp if os.getpid() == pids[1] else layers[0].self_attn
+            early = part.output
+            layers[3].mlp.output[-1] += early[-1]
+    assert at_line(caught.value) == "layers[3].mlp.output[-1] += early[-1]"
+
+
+def test_ranks_that_ask_different_numbers_of_times_are_told_at_the_end(
+    model: VLLM, pids: list[int]
+) -> None:
+    layers = list(model.model.layers)
+    with pytest.raises(RankDivergenceError, match="process ids"):
+        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            early = layers[0].mlp.output.save()
+            if os.getpid() == pids[1]:
+                layers[1].mlp.output
+
+
+def test_the_wall_clock_and_the_order_of_a_set_in_a_block_are_found_out(model: VLLM) -> None:
+    layers = list(model.model.layers)
+    with pytest.raises(RankDivergenceError, match="time, process ids, and set order"):
+        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            row = layers[0].mlp.output[-1]
+            for digit in str(time.perf_counter_ns())[-7:]:
+                model.model.norm(row) if int(digit) % 2 else layers[0].mlp(row)
+            found = row.save()
+    with pytest.raises(RankDivergenceError, match="time, process ids, and set order"):
+        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            row = layers[0].mlp.output[-1]
+            for name in {str(number) for number in range(12)}:
+                model.model.norm(row) if int(name) % 2 else layers[0].mlp(row)
+            found = row.save()
+
+
+# ---- from outside ------------------------------------------------------------------------------
+
+
+def test_noise_on_the_ports_of_a_rank_changes_nothing(model: VLLM, pids: list[int]) -> None:
+    ports = {
+        (one.laddr.ip, one.laddr.port)
+        for pid in pids
+        for one in psutil.Process(pid).net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN
+    }
+    assert ports, "gloo listens"
+    for place in ports:
+        for noise in (b"GET / HTTP/1.1\r\n\r\n" * 20, bytes(range(256)) * 64, b"\xff" * 5):
+            with socket.create_connection(place, timeout=5) as line:
+                line.sendall(noise)
+
+
+def test_a_killed_rank_is_an_error_and_not_a_hang(
+    model: VLLM, pids: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Killed in a step, by a block; then, on a new engine, between two steps. The last test."""
+    layers = list(model.model.layers)
+    before = values_of(model)
+    started = time.monotonic()
+    with pytest.raises(EngineDiedError, match="died"):
+        with model.trace(temperature=0.0, max_tokens=8, ignore_eos=True) as tracer:
+            with tracer.invoke(PROMPT):
+                for step in tracer.iter[:8]:
+                    late = layers[2].mlp.output
+                    if step == 3 and os.getpid() == pids[1]:
+                        os.kill(os.getpid(), signal.SIGKILL)
+            with tracer.invoke("a small river"):
+                for _ in tracer.iter[:8]:
+                    total = float(layers[3].mlp.output.sum())
+    assert time.monotonic() - started < 60
+    with pytest.raises(EngineDiedError, match="died"):
+        values_of(model)
+    model.close()
+    after = values_of(model)
+    assert all(one.equal(two) for one, two in zip(before, after, strict=True))
+    pid = model.statistics()[0]["pid"]
+    os.kill(pid, signal.SIGUSR1)  # prints where it stands, and goes on
+    values_of(model)
+    printed = capfd.readouterr().err
+    assert "most recent call first" in printed
+    assert "nnsight_pp workers on stage 0 of 2" in printed
+    os.kill(pid, signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(EngineDiedError, match="died"):
+        values_of(model)
+    assert time.monotonic() - started < 60
+    model.close()
