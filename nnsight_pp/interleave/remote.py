@@ -60,6 +60,11 @@ class RemoteAsk:
             self._asks.let_go.add(self._worker.request, self.owner, self.number, step)
 
     @property
+    def shard(self) -> RemoteAsk | None:
+        """The weight itself, where it is one: its owner has all of it, or its column's part."""
+        return self if self.kind == "constant" else None
+
+    @property
     def visit(self) -> Visit:
         """What was asked for, in its printed form."""
         return Visit(self.location, self.step)

@@ -32,7 +32,7 @@ from nnsight_pp.core.tree import leaves, own_copy
 from nnsight_pp.errors import OutsideTraceError
 from nnsight_pp.parallel.class_check import is_asked_by_python
 from nnsight_pp.parallel.guarded import is_guarded
-from nnsight_pp.parallel.operators import give_operators
+from nnsight_pp.parallel.operators import edited_by, give_operators, is_plain
 from nnsight_pp.parallel.pulled import (
     FIRST_INPUT,
     Pulled,
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LazyRemoteTensor", "Source", "first_input", "pick", "with_first_input"]
 
-_PLAIN_INDEX = (int, slice, str, type(None), type(Ellipsis))
 # Not containers, and not views of anything.
 _PLAIN_VALUE = (torch.Tensor, int, float, complex, str, bytes, torch.dtype, type(None))
 # Methods whose result shares memory in a way that only they know.
@@ -84,7 +83,7 @@ class LazyRemoteTensor(RemoteValue):
     """A value that another stage computes. Use it like the value itself.
 
     See the module's text for what moves bytes and what does not. Outside of its block its ``repr``
-    tells what was asked for.
+    tells what was asked for. A weight's has ``.local``: what this tensor-parallel rank holds of it.
     """
 
     __slots__ = ("_picks", "_tree")
@@ -95,8 +94,8 @@ class LazyRemoteTensor(RemoteValue):
     _tree: Tree
     _picks: tuple[Any, ...]
 
-    def __init__(self, source: Source) -> None:
-        object.__setattr__(self, "_tree", Tree(Pulled(source)))
+    def __init__(self, source: Source, refusal: Callable[[], Exception] | None = None) -> None:
+        object.__setattr__(self, "_tree", Tree(Pulled(source), (), refusal))
         object.__setattr__(self, "_picks", ())
 
     @classmethod
@@ -143,7 +142,7 @@ class LazyRemoteTensor(RemoteValue):
         return save(self)
 
     def __getitem__(self, index: Any) -> Any:
-        if _is_plain(index):
+        if is_plain(index):
             if is_guarded():
                 # The whole: an error of its owner's would be of another class.
                 pick(self._tree.whole(in_torch=False), (*self._picks, index))
@@ -168,6 +167,8 @@ class LazyRemoteTensor(RemoteValue):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__") and name not in _DUNDERS:
             raise AttributeError(name)
+        if name == "local" and not self._picks and (shard := self._tree.of_shard()) is not None:
+            return LazyRemoteTensor._of(shard, ())
         if name in ("clone", "backward"):  # the latter looks at the line that calls it
             return self._clone if name == "clone" else self._force().backward
         if name.endswith("_") and not name.endswith("__"):
@@ -334,7 +335,8 @@ def _call(
     reduced = _reduced(function, args, kwargs)
     if reduced is not None:
         return reduced
-    for proxy in _lazy_leaves(_edited_by(function, args, kwargs)):
+    for proxy in _lazy_leaves(edited_by(function, args, kwargs)):
+        proxy._tree.check_may_edit()
         proxy._tree.whole(in_torch=in_torch)
     proxies = _lazy_leaves((args, kwargs))
     loose = [proxy for proxy in proxies if not proxy._tree.is_here]
@@ -354,20 +356,6 @@ def _lazy_leaves(value: Any) -> list[LazyRemoteTensor]:
     return [cast("LazyRemoteTensor", leaf) for leaf in leaves(value) if _is_lazy(leaf)]
 
 
-def _edited_by(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    """Return the arguments that a call of ``function`` may edit in place."""
-    name = getattr(function, "__name__", "")
-    is_in_place = (
-        name == "__setitem__"
-        or (name.endswith("_") and not name.endswith("__"))
-        or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-        or bool(kwargs.get("inplace"))
-    )
-    return (args[:1] if is_in_place else (), kwargs.get("out"))
-
-
 def _shares_memory(result: Any, parts: list[Any]) -> bool:
     held = {_storage(leaf) for leaf in leaves(parts)} - {None}
     return any(_storage(leaf) in held for leaf in leaves(result))
@@ -377,16 +365,6 @@ def _storage(leaf: Any) -> int | None:
     if not issubclass(type(leaf), torch.Tensor) or leaf.device.type == "meta":
         return None
     return leaf.untyped_storage().data_ptr() or None if leaf.layout == torch.strided else None
-
-
-def _is_plain(index: Any) -> bool:
-    if type(index) is tuple:
-        return all(_is_plain(item) for item in index)
-    if type(index) is slice:
-        return all(
-            part is None or type(part) is int for part in (index.start, index.stop, index.step)
-        )
-    return type(index) in _PLAIN_INDEX
 
 
 def _shown(step: Any) -> str:

@@ -1,4 +1,7 @@
-"""Python's operators on a lazy value: each calls the real one, or records an edit in place."""
+"""Python's operators on a lazy value: each calls the real one, or records an edit in place.
+
+And what can be told of a call without the value: whether an index is plain, and what is edited.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ _ARITHMETIC = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor",
     "lshift", "rshift",
 )  # fmt: skip
+_PLAIN_INDEX = (int, slice, str, type(None), type(Ellipsis))
 _UNARY = {
     "__neg__": operator.neg,
     "__pos__": operator.pos,
@@ -70,3 +74,28 @@ def _unary(kind: Any, call: Callable[..., Any], name: str, function: Callable[..
         return call(function, (self, *args), {}, in_torch=False)
 
     setattr(kind, name, forward)
+
+
+def is_plain(index: Any) -> bool:
+    """Whether ``index`` gives a view, and can be sent as it is."""
+    if type(index) is tuple:
+        return all(is_plain(item) for item in index)
+    if type(index) is slice:
+        return all(
+            part is None or type(part) is int for part in (index.start, index.stop, index.step)
+        )
+    return type(index) in _PLAIN_INDEX
+
+
+def edited_by(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Return the arguments that a call of ``function`` may edit in place."""
+    name = getattr(function, "__name__", "")
+    is_in_place = (
+        name == "__setitem__"
+        or (name.endswith("_") and not name.endswith("__"))
+        or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+        or bool(kwargs.get("inplace"))
+    )
+    return (args[:1] if is_in_place else (), kwargs.get("out"))

@@ -63,6 +63,11 @@ class Source(Protocol):
         """Whether a sum by the owner's link has the bits of one by the owner's worker."""
         ...
 
+    @property
+    def shard(self) -> Source | None:
+        """What a tensor-parallel rank holds of a weight. None: this is not a weight."""
+        ...
+
     def pull(self, picks: Sequence[Any] = (), *, in_torch: bool = False) -> Any:
         """Return the owner's answer with ``picks`` applied."""
         ...
@@ -112,6 +117,11 @@ class OwnConstant:
     def __init__(self, location: Location, value: Any) -> None:
         self.visit = Visit(location, 0)
         self._value = value
+
+    @property
+    def shard(self) -> Source:
+        """The weight: nobody else has a part of it."""
+        return self
 
     def pull(self, picks: Sequence[Any] = (), *, in_torch: bool = False) -> Any:
         """Return the weight with ``picks`` applied. It is never edited: trees copy it first."""
@@ -189,12 +199,25 @@ class Pulled:
 
 @final
 class Tree:
-    """The value of one ask as the block sees it: the answer, and the edits since."""
+    """The value of one ask as the block sees it: the answer, and the edits since.
 
-    __slots__ = ("_edits", "_first", "_parts", "_value", "is_here", "pulled")
+    Args:
+        pulled: The answer.
+        edits: Those made so far.
+        refusal: Makes the error for an edit, where the value is shared. An edit through a view of
+            it, which nothing here sees, torch itself refuses: it is an inference tensor.
+    """
 
-    def __init__(self, pulled: Pulled, edits: Sequence[_Edit] = ()) -> None:
+    __slots__ = ("_edits", "_first", "_parts", "_refusal", "_value", "is_here", "pulled")
+
+    def __init__(
+        self,
+        pulled: Pulled,
+        edits: Sequence[_Edit] = (),
+        refusal: Callable[[], Exception] | None = None,
+    ) -> None:
         self.pulled = pulled
+        self._refusal = refusal
         # Invariant: once `is_here`, every edit is made on `_value` at once; `_edits` stays empty.
         self._edits = list(edits)
         self._value: Any = None
@@ -224,7 +247,8 @@ class Tree:
     def whole(self, *, in_torch: bool) -> Any:
         """Return the value with its edits, pulling and replaying on first use."""
         if not self.is_here:
-            value = copied(self.pulled.whole(in_torch=in_torch))
+            answer = self.pulled.whole(in_torch=in_torch)
+            value = copied(answer) if self._refusal is None else _sealed(answer)
             for picks, function, args, kwargs in self._edits:
                 real_args, real_kwargs = real(args, in_torch), real(kwargs, in_torch)
                 try:
@@ -236,6 +260,16 @@ class Tree:
                 value = with_first(value, _real_object(self._first[0]))
             self._set(value)
         return self._value
+
+    def check_may_edit(self) -> None:
+        """Raise where this is a value that others use as well; on every rank alike."""
+        if self._refusal is not None:
+            raise self._refusal()
+
+    def of_shard(self) -> Tree | None:
+        """Return the tree of what this rank holds, where this is a weight that others use too."""
+        shard = self.pulled.source.shard
+        return Tree(Pulled(shard), (), self._refusal) if self._refusal and shard else None
 
     def part(self, picks: tuple[Any, ...], *, in_torch: bool) -> Any:
         """Return the part that ``picks`` name; pull no more than that where it is enough."""
@@ -265,6 +299,7 @@ class Tree:
             What stands for the part from now on, where that is not the part itself: a number that
             is changed by ``+=`` becomes another one. Else `NotImplemented`.
         """
+        self.check_may_edit()
         # What was assigned is an object of the block's own; numbers must be drawn in the order of
         # the lines, as on the owner; what this rank ships must be whole when its block is over.
         if self._first or function.__name__ in _DRAWING or self.pulled.is_of_this_rank:
@@ -281,7 +316,7 @@ class Tree:
         return NotImplemented
 
     def frozen(self) -> Tree:
-        """Return a tree that stays as this one is now."""
+        """Return a tree of the block's own that stays as this one is now."""
         copy = Tree(self.pulled, self._edits)
         if self._first:
             self.whole(in_torch=False)
@@ -302,6 +337,11 @@ class Tree:
         self.is_here = True
         self._edits.clear()
         self._parts.clear()
+
+
+def _sealed(value: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return value.clone()
 
 
 def _are_alike(value: Any, answer: Any) -> bool:

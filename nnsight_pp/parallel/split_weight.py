@@ -46,6 +46,11 @@ class SplitWeight:
         return self._part.is_here
 
     @property
+    def shard(self) -> Source | None:
+        """This rank's part, or its column's."""
+        return self._part
+
+    @property
     def visit(self) -> Visit:
         """What was asked for."""
         return self._part.visit

@@ -388,6 +388,8 @@ def test_what_the_engine_cannot_do_is_refused_at_its_line(engine: Engine) -> Non
         "layers[3].mlp.source": "rewritten forwards",
         "layers[3].input_layernorm(torch.zeros(1, 576), hook=True)": "names each value by its step",
         "layers[3].trace(1)": "only the whole model",
+        "layers[3].input_layernorm.weight.add_(1)": "shared by every request",
+        "layers[26].input_layernorm.weight[:2].zero_()": "shared by every request",
         "model.edit()": "model.edit was called",
         "model.session()": "model.session was called",
         "model.clear_edits()": "model.clear_edits was called",

@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from engine import standard_blocks
 from engine.backends import Engine
 from engine.blocks import BLOCKS
 from engine.compare import assert_same
 from engine.sharded import SHARDED
+from engine.sharded_surface import SURFACE, assert_alike_on_every_rank
+from nnsight_pp import LanguageModel
 
+PIECES = {**SHARDED, **SURFACE}
 needs_matrix = pytest.mark.skipif(
     os.environ.get("NNSIGHT_PP_MATRIX") != "1", reason="NNSIGHT_PP_MATRIX is not 1"
 )
@@ -28,7 +33,7 @@ def wanted(tiny_qwen2_path: Path) -> dict[str, Any]:
     """What each block gives on one rank."""
     engine = Engine(str(tiny_qwen2_path), 1)
     try:
-        return {name: block(engine.model, engine.layers) for name, block in SHARDED.items()}
+        return {name: block(engine.model, engine.layers) for name, block in PIECES.items()}
     finally:
         engine.close()
 
@@ -42,10 +47,30 @@ def four(tiny_qwen2_path: Path, wanted: dict[str, Any]) -> Iterator[Engine]:
         engine.close()
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", PIECES)
 def test_sharded_block(name: str, four: Engine, wanted: dict[str, Any]) -> None:
-    assert_same(SHARDED[name](four.model, four.layers), wanted[name], name)
+    assert_same(PIECES[name](four.model, four.layers), wanted[name], name)
     four.assert_idle()
+
+
+@pytest.fixture(scope="module")
+def named(tiny_qwen2_path: Path) -> dict[str, Any]:
+    """What each block in standard names gives on Hugging Face's model."""
+    local = LanguageModel(str(tiny_qwen2_path), dtype=torch.float32, dispatch=True)
+    start = standard_blocks.on_language_model(local)
+    with torch.no_grad():
+        return {name: run(local, start) for name, run in standard_blocks.BLOCKS.items()}
+
+
+@pytest.mark.parametrize("name", standard_blocks.BLOCKS)
+def test_one_text_in_standard_names(name: str, four: Engine, named: dict[str, Any]) -> None:
+    run = standard_blocks.BLOCKS[name]
+    assert_same(run(four.model, standard_blocks.on_vllm(four.model)), named[name], name)
+    four.assert_idle()
+
+
+def test_standard_values_are_the_same_on_every_rank(four: Engine, tmp_path: Path) -> None:
+    assert_alike_on_every_rank(four, tmp_path)
 
 
 @pytest.fixture(scope="module")

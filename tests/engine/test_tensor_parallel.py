@@ -1,8 +1,9 @@
 """The same block gives the same on two tensor-parallel ranks as on one process.
 
-The whole table of `blocks.py` against the local model, on a random Qwen2 whose layers are as many
-and as wide as SmolLM2's; the blocks about pieces (`sharded.py`) against one rank; and blocks that
-differ between the ranks, which must be found and named.
+The whole table of `blocks.py` and the blocks in standard names against the local model, on a random
+Qwen2 whose layers are as many and as wide as SmolLM2's; the blocks about pieces (`sharded.py`,
+`sharded_surface.py`) against one rank; and blocks that differ between the ranks, which must be
+found and named.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from typing import Any
 import pytest
 import torch
 
+from engine import standard_blocks
 from engine.backends import PROMPT, SHORT, Engine, Local
 from engine.blocks import BLOCKS
 from engine.compare import assert_same
 from engine.sharded import SHARDED
-from nnsight_pp import NotSupportedError, RankDivergenceError, RowsError
+from engine.sharded_surface import SURFACE, assert_alike_on_every_rank
+from nnsight_pp import LanguageModel, NotSupportedError, RankDivergenceError, RowsError
 
+PIECES = {**SHARDED, **SURFACE}
 ALIVE = ("requests", "workers", "parked", "published", "shelves", "waiting", "pending")
 
 
@@ -47,7 +51,7 @@ def wanted(path: str) -> dict[str, Any]:
     """What the blocks about pieces give on one rank."""
     engine = Engine(path, 1)
     try:
-        return {name: block(engine.model, engine.layers) for name, block in SHARDED.items()}
+        return {name: block(engine.model, engine.layers) for name, block in PIECES.items()}
     finally:
         engine.close()
 
@@ -85,9 +89,26 @@ def test_block(name: str, engine: Engine, here: Callable[[str], Any]) -> None:
     assert_same(BLOCKS[name](engine), here(name), name)
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", PIECES)
 def test_sharded_block(name: str, engine: Engine, wanted: dict[str, Any]) -> None:
-    assert_same(SHARDED[name](engine.model, engine.layers), wanted[name], name)
+    assert_same(PIECES[name](engine.model, engine.layers), wanted[name], name)
+
+
+@pytest.fixture(scope="module")
+def named(path: str) -> LanguageModel:
+    return LanguageModel(path, dtype=torch.float32, dispatch=True)
+
+
+@pytest.mark.parametrize("name", standard_blocks.BLOCKS)
+def test_one_text_in_standard_names(name: str, engine: Engine, named: LanguageModel) -> None:
+    run = standard_blocks.BLOCKS[name]
+    with torch.no_grad():
+        wanted = run(named, standard_blocks.on_language_model(named))
+    assert_same(run(engine.model, standard_blocks.on_vllm(engine.model)), wanted, name)
+
+
+def test_standard_values_are_the_same_on_every_rank(engine: Engine, tmp_path: Path) -> None:
+    assert_alike_on_every_rank(engine, tmp_path)
 
 
 def logits_of(engine: Engine) -> torch.Tensor:

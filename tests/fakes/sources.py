@@ -18,6 +18,7 @@ class FakeSource:
 
     is_here = False
     sums_alike = True
+    shard = None
 
     def __init__(self, value: Any) -> None:
         self.value = value

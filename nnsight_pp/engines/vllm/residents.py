@@ -147,6 +147,7 @@ class _OfOtherStage:
 
     is_here = False
     sums_alike = False
+    shard = None
 
     def __init__(self, location: Location, owner: int) -> None:
         self.visit = Visit(location, 0)

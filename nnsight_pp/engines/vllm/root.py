@@ -174,7 +174,7 @@ class VLLMTree(StandardNames, Envoy):
                 source,
                 lambda part: together.call(worker, location, None, lambda: whole(rule, part)),
             )
-        return LazyRemoteTensor(source)
+        return LazyRemoteTensor(source, lambda: _shared_weight(location, worker.where()))
 
     def _will_set(self, node: Envoy, name: str) -> None:
         """Refuse new attributes in a block: the tree is shared by all requests."""
@@ -237,6 +237,17 @@ class VLLMTree(StandardNames, Envoy):
                 return node._module(*args, **kwargs)
         finally:
             gate.serve = serve
+
+
+def _shared_weight(location: Location, where: Where | None) -> NotSupportedError:
+    return NotSupportedError(
+        explain(
+            f"{location} was edited inside a block.",
+            where=where,
+            why="The weights of an engine are shared by every request.",
+            todo="Edit a copy, `weight = weight.clone()`, or what the module takes and gives.",
+        )
+    )
 
 
 def _line() -> Where | None:

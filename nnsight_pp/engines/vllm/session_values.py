@@ -149,6 +149,7 @@ class _OnRanks:
 
     is_here = False
     sums_alike = False
+    shard = None
 
     def __init__(self, values: SessionValues, kept: Kept) -> None:
         self._values = values
