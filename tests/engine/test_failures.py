@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -25,6 +26,7 @@ from engine.backends import GAUGES
 from nnsight_pp import (
     VLLM,
     EngineDiedError,
+    EngineError,
     PullTimeoutError,
     RankDivergenceError,
     RowsError,
@@ -79,7 +81,7 @@ def at_line(error: BaseException) -> str:
 
 
 @pytest.fixture(autouse=True)
-def it_serves_the_next(request: pytest.FixtureRequest, model: VLLM) -> Iterator[None]:
+def it_serves_the_next(model: VLLM) -> Iterator[None]:
     before = values_of(model)
     yield
     if not model.dispatched:
@@ -254,6 +256,58 @@ def test_the_wall_clock_and_the_order_of_a_set_in_a_block_are_found_out(model: V
             for name in {str(number) for number in range(12)}:
                 model.model.norm(row) if int(name) % 2 else layers[0].mlp(row)
             found = row.save()
+
+
+# ---- another vLLM ------------------------------------------------------------------------------
+
+
+def rename(name: str, flag: Path) -> None:
+    """Let this process read vLLM as if it had renamed a field, as long as ``flag`` is there."""
+    compat = sys.modules["nnsight_pp.engines.vllm.compat"]
+    read = getattr(compat, name)
+
+    def look(*args: Any) -> Any:
+        if flag.exists():
+            raise AttributeError(f"no attribute {name!r}")
+        return read(*args)
+
+    setattr(compat, name, look)
+
+
+@pytest.fixture
+def flag(tmp_path: Path) -> Iterator[Path]:
+    flag = tmp_path / "flag"
+    yield flag
+    flag.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("name", ["request_ids", "new_requests", "scheduled", "batch_rows"])
+@pytest.mark.parametrize("begins", [0, 2])
+def test_a_vllm_that_reads_differently_ends_blocks_and_nothing_else(
+    model: VLLM, pids: list[int], flag: Path, name: str, begins: int
+) -> None:
+    layers = list(model.model.layers)
+    options = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
+    wanted = model.generate("a small river", **options)[0].outputs[0].token_ids
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        rename(name, flag)
+    if begins == 0:
+        flag.touch()
+    said = rf"vLLM 0\.32\.\S+ is not as nnsight_pp knows it.*AttributeError: no attribute '{name}'"
+    with pytest.raises(EngineError, match=said):
+        with model.trace(**options) as tracer:
+            with tracer.invoke("a small river"):
+                pass
+            with tracer.invoke(PROMPT):
+                for step in tracer.iter[:6]:
+                    early = layers[0].mlp.output
+                    layers[3].mlp.output[-1] += early[-1]
+                    if step == begins - 1 and os.getpid() == pids[1]:
+                        flag.touch()  # here both stages have begun this step, and not the next
+    assert flag.exists()
+    (plain,) = model.generate(["a small river"], **options)
+    assert plain.outputs[0].token_ids == wanted
+    assert model.request_counts() == [0, 0]
 
 
 # ---- from outside ------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 import vllm.distributed.parallel_state as groups
 from vllm.config import CompilationMode
 from vllm.forward_context import get_forward_context
@@ -40,6 +41,9 @@ _GROUP_NAMES = (
     "_WORLD", "_INNER_DP_WORLD", "_TP", "_ETP", "_ENGRAM_DP", "_DCP", "_PP", "_DP", "_EP", "_EPLB",
     "_PCP",
 )  # fmt: skip
+VERSION: str = vllm.__version__
+# What this file, and everything that calls it, was written for.
+WRITTEN_FOR = "0.32"
 IS_CPU = current_platform.is_cpu()
 # Under this name a request carries its block in `SamplingParams.extra_args`.
 PAYLOAD = "nnsight_pp"

@@ -46,9 +46,11 @@ class TracingRunner:
         another stage may answer by then does not depend on timing.
         """
         side = self.nnsight_side
-        if side is not None and side.is_concerned(scheduler_output):
-            compat.wait_for(intermediate_tensors)
-            side.begin_step(scheduler_output)
+        if side is not None:
+            with side.reading("opening a step"):
+                if side.is_concerned(scheduler_output):
+                    compat.wait_for(intermediate_tensors)
+                    side.begin_step(scheduler_output)
         execute = super().execute_model  # type: ignore[misc]
         return execute(scheduler_output, intermediate_tensors, *args, **kwargs)
 
@@ -76,12 +78,16 @@ class TracingRunner:
     ) -> Any:
         if not side.is_tracing:
             return forward(*args, **kwargs)
-        rows = compat.batch_rows(self)
-        positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
+        rows: list[tuple[str, int, int]] = []
+        with side.reading("looking up the rows of a step"):
+            rows = compat.batch_rows(self)
+            positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
+            side.enter_forward(rows, positions.shape[-1])
+        if not side.is_tracing:
+            return forward(*args, **kwargs)
         # An exception that leaves the forward on one rank wedges the whole engine, and a block can
         # write what makes the model raise: then the step is computed again without the blocks.
         spare = copied((args, kwargs))
-        side.enter_forward(rows, positions.shape[-1])
         try:
             return forward(*args, **kwargs)
         except Exception as error:
@@ -101,10 +107,11 @@ class TracingRunner:
             return sample(*args, **kwargs)
         if not side.is_tracing:
             return with_ended(sample(*args, **kwargs), side.take_ended())
-        state = self.execute_model_state  # type: ignore[attr-defined]
-        if state is not None:
-            logits = side.serve_logits(state.logits)
-            self.execute_model_state = state._replace(logits=logits)
+        with side.reading("handing over the logits of a step"):
+            state = self.execute_model_state  # type: ignore[attr-defined]
+            if state is not None:
+                logits = side.serve_logits(state.logits)
+                self.execute_model_state = state._replace(logits=logits)
         try:
             output = sample(*args, **kwargs)
         finally:
@@ -115,8 +122,9 @@ class TracingRunner:
         side = self.nnsight_side
         output = super()._sample(*args, **kwargs)  # type: ignore[misc]
         if side is not None and side.is_tracing:
-            num_ids = self.model_config.get_vocab_size()  # type: ignore[attr-defined]
-            output.sampled_token_ids = side.serve_samples(output.sampled_token_ids, num_ids)
+            with side.reading("handing over the samples of a step"):
+                num_ids = self.model_config.get_vocab_size()  # type: ignore[attr-defined]
+                output.sampled_token_ids = side.serve_samples(output.sampled_token_ids, num_ids)
         return output
 
 

@@ -257,9 +257,9 @@ class Ledger:
         if error is not None:
             self.fail(traced, error)
 
-    def of_trace(self, trace: str) -> list[TracedRequest]:
-        """Return the requests that the client's ``trace`` made."""
-        return [traced for traced in self._requests.values() if traced.trace == trace]
+    def requests(self, trace: str | None = None) -> list[TracedRequest]:
+        """Return the requests that the client's ``trace`` made, or all."""
+        return [one for one in self._requests.values() if trace in (None, one.trace)]
 
     def close(self, traced: TracedRequest, result: Any) -> Report:
         """End ``traced``, forget it, and return this stage's report of it."""

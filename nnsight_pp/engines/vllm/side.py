@@ -9,21 +9,23 @@ Source: vllm 0.32.0 v1/executor/multiproc_executor.py: only one rank's reply is 
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
 import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 from nnsight_pp.core.location import LOGITS, SAMPLES, Location
 from nnsight_pp.core.rows import Rows, TokenCut
 from nnsight_pp.engines.vllm import compat
+from nnsight_pp.engines.vllm.blame import Blame
 from nnsight_pp.engines.vllm.edit_blocks import EditBlocks
-from nnsight_pp.errors import BlockError, InternalError, explain
 from nnsight_pp.wire.parcel import Parcel
 from nnsight_pp.wire.report_codec import encode_reports
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from nnsight_pp.core.report import Report
     from nnsight_pp.engines.vllm.ledger import Ledger, TracedRequest
     from nnsight_pp.engines.vllm.points import Points
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
     from nnsight_pp.parallel.gloo_link import GlooLink
     from nnsight_pp.parallel.place import Place
 
-log = logging.getLogger(__name__)
 # How long a release may be on its way before the gauges show what it leaves.
 _SETTLE_S = 2.0
 
@@ -52,6 +53,7 @@ class RankSide:
         self._turns = turns
         self._ledger = ledger
         self._edits = EditBlocks(ledger)
+        self._blame = Blame(ledger, place)
         self._points = points
         self._link = link
         self._num_resumed = 0
@@ -73,10 +75,24 @@ class RankSide:
         """Whether this stage computes logits and samples."""
         return self.place.stage == self.place.num_stages - 1
 
+    @contextmanager
+    def reading(self, doing: str) -> Iterator[None]:
+        """Let what fails in a `with`, as vLLM is not as we know it, fail requests with a block.
+
+        The step then goes on as vLLM runs it, without them. All ranks read alike, and fail alike.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._blame.unread(doing, error)
+            self.end_step()
+
     # -- before the forward --------------------------------------------------------------------
 
     def is_concerned(self, output: Any) -> bool:
         """Whether the step holds a request with a block; alike on every rank. Call it for each."""
+        self.is_eager = False
+        self._batch, self._in_step = [], []
         for company in self._ledger.companies.values():
             company.ended.update(compat.ended(output))
         is_known = len(self._ledger) > 0 and any(
@@ -90,8 +106,6 @@ class RankSide:
 
     def begin_step(self, output: Any) -> None:
         """Take in new requests, bring awaited values, and open the step of each traced request."""
-        self._batch = []
-        self._in_step = []
         together: dict[str, list[tuple[TracedRequest, compat.Scheduled]]] = {}
         for item in compat.scheduled(output):
             is_new = self._ledger.get(item.request) is None and compat.carried(item.new) is not None
@@ -101,7 +115,7 @@ class RankSide:
                     self._open(edit, item, is_new=is_new)
                 traced = self._take_in(item) if is_new else self._ledger.get(item.request)
             except Exception as error:
-                self._broke("taking in a request", error)
+                self._blame.broke("taking in a request", error)
             if traced is None and is_new:
                 self._turns.agree(item.request, is_new=True, has_failed=True)
             elif traced is not None and traced.company is None:
@@ -118,7 +132,7 @@ class RankSide:
                 if members:
                     self._open_together(sorted(members, key=lambda member: member[0].seat))
             except Exception as error:
-                self._broke("opening a step", error, *[traced for traced, _ in members])
+                self._blame.broke("opening a step", error, *[traced for traced, _ in members])
             first = company.in_order()[0]
             failed = first.error is not None
             self._turns.agree(first.request, is_new=is_new, has_failed=failed)
@@ -133,7 +147,7 @@ class RankSide:
             if traced.error is None:
                 self._turns.open_step(traced.request, item.step)
         except Exception as error:
-            self._broke("opening a step", error, traced)
+            self._blame.broke("opening a step", error, traced)
         self._turns.agree(traced.request, is_new=is_new, has_failed=traced.error is not None)
 
     def _open_together(self, members: list[tuple[TracedRequest, compat.Scheduled]]) -> None:
@@ -195,7 +209,7 @@ class RankSide:
             try:
                 self._turns.close_step(traced.request, step)
             except Exception as error:
-                self._broke("closing a step", error, traced)
+                self._blame.broke("closing a step", error, traced)
         self._batch = []
 
     def take_ended(self) -> tuple[str, ...]:
@@ -220,10 +234,7 @@ class RankSide:
         The step is computed again without them, so that nobody else has to pay.
         """
         self._points.shut()
-        log.warning("the model failed with a block beside it on %s", self.place, exc_info=error)
-        for traced, _ in self._batch:
-            ran = f"request {traced.request} | {self.place}"
-            self._ledger.fail(traced, _beside_failure(error, ran))
+        self._blame.model_failed(error, [traced for traced, _ in self._batch])
 
     def _serve(self, location: Location, value: Any) -> Any:
         try:
@@ -234,16 +245,8 @@ class RankSide:
             self._ledger.past_edits.note(location, self._batch)
             return value
         except Exception as error:
-            self._broke(f"serving {location}", error, *[traced for traced, _ in self._batch])
+            self._blame.broke(f"serving {location}", error, *[traced for traced, _ in self._batch])
             return value
-
-    def _broke(self, doing: str, error: Exception, *traced: TracedRequest | None) -> None:
-        """Put a failure of our own on the requests that it concerns."""
-        log.exception("nnsight_pp failed while %s on %s", doing, self.place, exc_info=error)
-        for one in traced:
-            if one is not None:
-                text = f"nnsight_pp failed while {doing} ({type(error).__name__}: {error})"
-                self._ledger.fail(one, InternalError(f"{text} [{self.place}]"))
 
     # -- after a request -----------------------------------------------------------------------
 
@@ -252,7 +255,9 @@ class RankSide:
         reports: list[Report] = []
         values = {trace: result and pickle.loads(result) for trace, result in wanted}
         for trace, value in values.items():
-            for traced in self._ledger.of_trace(trace):
+            known = self._ledger.requests(trace)
+            reports += [] if known else self._blame.reports(trace, self.place.stage)
+            for traced in known:
                 if traced.company is None:
                     reports.append(self._ledger.close(traced, value))
                 else:
@@ -292,15 +297,3 @@ def _settled(link: GlooLink, num_tracked: int) -> dict[str, Any]:
     while link.statistics()["shelves"] > num_tracked and time.monotonic() < deadline:
         time.sleep(0.002)
     return link.statistics()
-
-
-def _beside_failure(error: Exception, ran: str) -> BlockError:
-    """Return the error for a block beside which the model's own code has raised ``error``."""
-    return BlockError(
-        explain(
-            f"The model failed beside this block: {type(error).__name__}: {error}",
-            why="A value that a block of this step wrote made the model's own code raise.",
-            todo="Check what is written into .input and .output of the modules.",
-            ran=ran,
-        )
-    )
