@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from nnsight_pp.core.location import Location, Visit
 
 _ALIGN = 16
-_ASK, _ANSWER, _RELEASE, _LET_GO = range(STOP + 1, STOP + 5)
+_ASK, _ANSWER, _RELEASE, _LET_GO, _FAILED = range(STOP + 1, STOP + 6)
 _NEVER = timedelta(days=365)
 # How long a stage is waited for that has just let another wait run out: all requests of a step wait
 # one after the other, and the engine has a bound of its own.
@@ -137,8 +137,17 @@ class GlooLink:
         self._own.close(request, step)
 
     def fail(self, request: str, text: str) -> None:
-        """See `core.protocols.Link`."""
+        """See `core.protocols.Link`. The other stages are told that they need not go on."""
         self._own.fail(request, text)
+        for peer in self._peers.values():
+            peer.send(_FAILED, lambda: (request.encode(), []))
+
+    def has_failed_elsewhere(self, request: str) -> bool:
+        """Whether another stage has said by now that the worker of ``request`` has raised there.
+
+        CAUTION: it depends on timing. Nothing that ranks do together may depend on it.
+        """
+        return self._own.has_failed_elsewhere(request)
 
     def pull(
         self,
@@ -226,6 +235,8 @@ class GlooLink:
         self._silent.discard(peer.stage)
         if kind == _RELEASE:
             self._own.released(head.decode(), peer.stage)
+        elif kind == _FAILED:
+            self._own.failed_elsewhere(head.decode())
         elif kind == _LET_GO:
             self._own.let_go(peer.stage, *pickle.loads(head))
         elif kind == _ASK:

@@ -61,6 +61,8 @@ class _Shelf:
     )
     closed: int = -1
     failure: str | None = None
+    # Whether another stage has said so of its own worker.
+    has_failed_elsewhere: bool = False
     is_over: bool = False
     released: set[int] = field(default_factory=set)
     # By ask number: its step (None for a call), and the stages that will not ask for it any more.
@@ -215,6 +217,18 @@ class Publications:
                 shelf = self._shelf(request)
                 shelf.released.add(peer)
                 self._drop_if_done(request, shelf)
+
+    def failed_elsewhere(self, request: str) -> None:
+        """Note that the worker of ``request`` has raised on another stage."""
+        with self._lock:
+            if request not in self._ended:
+                self._shelf(request).has_failed_elsewhere = True
+
+    def has_failed_elsewhere(self, request: str) -> bool:
+        """Whether another stage has said so by now: it depends on timing."""
+        with self._lock:
+            shelf = self._shelves.get(request)
+            return shelf is not None and shelf.has_failed_elsewhere
 
     def let_go(self, peer: int, request: str, asks: Sequence[tuple[int, int | None]]) -> None:
         """Note that stage ``peer`` will not ask for these numbers, each with its step, any more."""

@@ -32,6 +32,7 @@ from nnsight_pp import (
     RowsError,
     ValueUnavailableError,
 )
+from nnsight_pp.engines.vllm.schedule import STOP_REASON
 
 PROMPT = "one two three"
 # Above the answer of a short prompt, below that of a long one.
@@ -199,8 +200,21 @@ def test_a_block_that_raises_on_one_stage_after_another_has_pulled_from_it(
                 early, late = layers[0].mlp.output, layers[3].mlp.output
                 seen.append(float(early.sum()) + float(late.sum()))
                 step / (os.getpid() != pids[failing] or step < 2)
-                layers[1].mlp.output if step > 4 else None
     assert at_line(caught.value) == "step / (os.getpid() != pids[failing] or step < 2)"
+
+
+def test_an_error_that_only_an_earlier_stage_sees_ends_its_request(
+    model: VLLM, pids: list[int]
+) -> None:
+    layers = list(model.model.layers)
+    with pytest.raises(ZeroDivisionError):
+        with model.trace(PROMPT, temperature=0.0, max_tokens=100, ignore_eos=True) as tracer:
+            for step in tracer.iter[:100]:
+                late = layers[3].mlp.output
+                step / (os.getpid() == pids[1] or step < 2)
+    (end,) = tracer.statistics["ends"]
+    assert (end.finish_reason, end.stop_reason) == ("stop", STOP_REASON)
+    assert 3 <= end.num_tokens < 100
 
 
 def test_a_write_that_does_not_fit_on_its_stage_is_the_error(model: VLLM) -> None:

@@ -113,7 +113,7 @@ class RankSide:
             try:
                 for edit in self._edits.of(item):
                     self._open(edit, item, is_new=is_new)
-                traced = self._take_in(item) if is_new else self._ledger.get(item.request)
+                traced = _take_in(self._ledger, item) if is_new else self._ledger.get(item.request)
             except Exception as error:
                 self._blame.broke("taking in a request", error)
             if traced is None and is_new:
@@ -168,16 +168,6 @@ class RankSide:
             self._batch += [(traced, item.step) for traced, item in members]
             company.timeline.open_step([one.request for one, _ in members], members[0][1].step)
 
-    def _take_in(self, item: compat.Scheduled) -> TracedRequest | None:
-        payload = compat.carried(item.new)
-        assert payload is not None
-        trace, data, member = pickle.loads(payload)
-        if data is None:
-            return None  # it has stored edits only
-        if member is not None:
-            return self._ledger.add_member(item.request, trace, item.new.prompt_len, data, member)
-        return self._ledger.add(item.request, trace, item.new.prompt_len, data)
-
     # -- in the forward ------------------------------------------------------------------------
 
     def enter_forward(self, rows: list[tuple[str, int, int]], total: int) -> None:
@@ -213,9 +203,14 @@ class RankSide:
         self._batch = []
 
     def take_ended(self) -> tuple[str, ...]:
-        """Return the requests of the step whose blocks have raised or stopped."""
+        """Return the requests of the step whose blocks have raised or stopped.
+
+        Also where another stage has said so by now: only the scheduler is told, which tells all.
+        """
         in_step, self._in_step = self._in_step, []
-        return tuple(traced.rows_of for traced in in_step if traced.is_over_early)
+        return tuple(
+            one.rows_of for one in in_step if one.is_over_early or _is_lost(one, self._link)
+        )
 
     def serve_logits(self, logits: Any) -> Any:
         """Offer the step's logits ``[requests, vocabulary]``; return what is sampled from."""
@@ -297,3 +292,21 @@ def _settled(link: GlooLink, num_tracked: int) -> dict[str, Any]:
     while link.statistics()["shelves"] > num_tracked and time.monotonic() < deadline:
         time.sleep(0.002)
     return link.statistics()
+
+
+def _take_in(ledger: Ledger, item: compat.Scheduled) -> TracedRequest | None:
+    payload = compat.carried(item.new)
+    assert payload is not None
+    trace, data, member = pickle.loads(payload)
+    if data is None:
+        return None  # it has stored edits only
+    if member is not None:
+        return ledger.add_member(item.request, trace, item.new.prompt_len, data, member)
+    return ledger.add(item.request, trace, item.new.prompt_len, data)
+
+
+def _is_lost(traced: TracedRequest, link: GlooLink | None) -> bool:
+    """Whether its block has raised on another stage; a company ends as a whole by itself."""
+    if link is None or traced.company is not None:
+        return False
+    return link.has_failed_elsewhere(traced.request)

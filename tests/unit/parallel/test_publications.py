@@ -134,3 +134,15 @@ def test_letting_go_brings_no_ended_request_back():
     table = Publications([1], pick)
     table.let_go(1, "r", [(0, 0)])
     assert table.statistics()["shelves"] == 0
+
+
+def test_a_failure_of_another_stage_is_known_until_the_request_is_over():
+    table = Publications([1], pick)
+    assert not table.has_failed_elsewhere("r")
+    table.failed_elsewhere("r")
+    assert table.has_failed_elsewhere("r")
+    table.end("r")
+    table.released("r", 1)
+    table.failed_elsewhere("r")
+    assert not table.has_failed_elsewhere("r")
+    assert table.statistics()["shelves"] == 0
