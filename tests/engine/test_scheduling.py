@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 from vllm.sampling_params import StructuredOutputsParams
 
+from engine.arrivals import Plan, arriving
+from engine.backends import GAUGES
 from engine.compare import assert_same
 from nnsight_pp import VLLM, ConfigurationError
 
@@ -19,7 +22,10 @@ PROMPTS = ["one two three four", "a small river runs", "the last of the three pr
 
 @pytest.fixture(scope="module")
 def model(tiny_llama_path: Path) -> Iterator[VLLM]:
-    """A two-stage engine whose KV cache holds two of three requests to their end."""
+    """A two-stage engine whose KV cache holds two of three requests to their end.
+
+    It schedules in this process, so that runs are alike.
+    """
     model = VLLM(
         str(tiny_llama_path),
         pipeline_parallel_size=2,
@@ -30,6 +36,9 @@ def model(tiny_llama_path: Path) -> Iterator[VLLM]:
         num_gpu_blocks_override=7,
         kv_cache_memory_bytes=64 << 20,
     )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        model.dispatch()
     try:
         yield model
     finally:
@@ -170,6 +179,7 @@ def test_an_error_in_one_sequence_is_raised(model: VLLM) -> None:
     assert model.request_counts() == [0, 0]
 
 
+@pytest.mark.filterwarnings("ignore:max_rollback_tokens:DeprecationWarning")
 @pytest.mark.parametrize(
     "choice", [{"choice": ["red", "green", "blue"]}, {"regex": r"[0-9]{3}-[a-f]{2}"}]
 )
@@ -212,6 +222,129 @@ def test_min_tokens_and_seeded_sampling_are_the_engines_own(model: VLLM) -> None
         for _ in tracer.iter[:5]:
             sampled.append(int(model.samples))
     assert sampled == list(plain)
+
+
+def test_stop_ids_do_not_count_below_min_tokens(model: VLLM) -> None:
+    ids = model.generate(PROMPTS[0], temperature=0.0, max_tokens=6)[0].outputs[0].token_ids
+    options = {"temperature": 0.0, "max_tokens": 12, "stop_token_ids": list(ids[:6])}
+    wanted = model.generate(PROMPTS[0], **options, min_tokens=4)[0].outputs[0]
+    assert len(wanted.token_ids) >= 4
+    assert not set(wanted.token_ids[:4]) & set(ids[:6])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # it may be the last step, or not
+        with model.trace(PROMPTS[0], **options, min_tokens=4) as tracer:
+            sampled, early = [].save(), [].save()
+            for _ in tracer.iter[:]:
+                early.append(model.model.layers[0].mlp.output.shape[0])
+                sampled.append(int(model.samples))
+    assert sampled == list(wanted.token_ids)
+    assert len(early) == len(sampled)
+
+
+LENGTHS = [14, 5, 9]
+
+
+def follow_to(model: VLLM, which: list[int]) -> list[list[Any]]:
+    """Return what `follow` does of each of `PROMPTS` in ``which``, to an end of its own."""
+    layers = list(model.model.layers)
+    found: list[list[Any]] = [[] for _ in which]
+    with model.trace(temperature=0.0, ignore_eos=True) as tracer:
+        for mine, number in zip(found, which, strict=True):
+            with tracer.invoke(PROMPTS[number], max_tokens=LENGTHS[number]):
+                for step in tracer.iter[: LENGTHS[number]]:
+                    early = layers[0].mlp.output
+                    layers[-1].mlp.output[-1] += 0.1 * early[-1]
+                    late = layers[-1].mlp.output[-1].clone()
+                    mine.append((early[-1], late, model.logits[0, :50], int(model.samples)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(model: VLLM) -> list[list[Any]]:
+    """What each of the requests of `follow_to` sees when nobody else is there."""
+    return [follow_to(model, [number])[0] for number in range(3)]
+
+
+PLAIN = {"temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("delays", [[0, 3, 5], [4, 1, 0], [0, 1, 2]])
+def test_requests_that_come_and_go_see_what_they_see_alone(
+    model: VLLM, alone: list[list[Any]], delays: list[int]
+) -> None:
+    plain = [
+        (0, PROMPTS[1], {**PLAIN, "max_tokens": 11}),
+        (4, PROMPTS[0], {**PLAIN, "max_tokens": 3}),
+    ]
+    plan = Plan(delays, plain)
+    with arriving(model, plan):
+        together = follow_to(model, [0, 1, 2])
+    assert plan.most_in_flight == 2, "both stages were busy at a time"
+    for mine, wanted in zip(together, alone, strict=True):
+        assert_same(mine, wanted, "steps")
+    for place, (_, prompt, options) in enumerate(plain):
+        (wanted,) = model.generate(prompt, **options)
+        assert plan.outputs[place].outputs[0].token_ids == wanted.outputs[0].token_ids
+    assert_idle(model)
+
+
+def test_requests_that_are_aborted_leave_the_others_alone(
+    model: VLLM, alone: list[list[Any]]
+) -> None:
+    plan = Plan(
+        [0, 1, 2],
+        [(1, PROMPTS[1], {**PLAIN, "max_tokens": 20}), (3, PROMPTS[0], {**PLAIN, "max_tokens": 8})],
+        aborted={0: 9},
+        aborted_plain={0: 6},
+    )
+    with arriving(model, plan), pytest.warns(UserWarning, match="never reached"):
+        together = follow_to(model, [0, 1, 2])
+    assert [len(mine) for mine in together[1:]] == LENGTHS[1:]
+    assert 1 <= len(together[0]) < LENGTHS[0]
+    for mine, wanted in zip(together, alone, strict=True):
+        assert_same(mine, wanted[: len(mine)], "steps")
+    assert plan.outputs[0].outputs[0].finish_reason == "abort"
+    assert plan.outputs[1].outputs[0].finish_reason == "length"
+    assert_idle(model)
+
+
+def test_a_step_of_two_kinds_of_blocks_that_fail_and_stop_leaves_the_others_alone(
+    model: VLLM, alone: list[list[Any]]
+) -> None:
+    layers = list(model.model.layers)
+    seen: list[Any] = []
+    with arriving(model, Plan([0, 1, 2])):
+        with model.trace(temperature=0.0, ignore_eos=True) as tracer:
+            with tracer.invoke(PROMPTS[1], max_tokens=20):
+                for step in tracer.iter[:20]:
+                    if step == 4:
+                        tracer.stop()
+                    late = layers[-1].mlp.output
+            with tracer.invoke(PROMPTS[0], max_tokens=LENGTHS[0]):
+                for step in tracer.iter[: LENGTHS[0]]:
+                    early = layers[0].mlp.output
+                    layers[-1].mlp.output[-1] += 0.1 * early[-1]
+                    late = layers[-1].mlp.output[-1].clone()
+                    seen.append((early[-1], late, model.logits[0, :50], int(model.samples)))
+            with tracer.invoke(PROMPTS[2], max_tokens=6):
+                layers[1].mlp.output[:] += 1.0
+    assert_same(seen, alone[0], "steps")
+    assert tracer.statistics["ends"][0].num_tokens == 5
+    assert_idle(model)
+
+
+def assert_idle(model: VLLM) -> None:
+    for rank in model.statistics():
+        assert {name: rank[name] for name in GAUGES if rank.get(name)} == {}
+
+
+def test_asynchronous_scheduling_is_off_or_refused(tiny_llama_path: Path) -> None:
+    path = str(tiny_llama_path)
+    VLLM(path, async_scheduling=False, enforce_eager=True, max_model_len=64)
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)async_scheduling=True cannot.*Leave the arg"
+    ):
+        VLLM(path, async_scheduling=True)
 
 
 def test_an_interrupted_run_leaves_nothing_behind(
