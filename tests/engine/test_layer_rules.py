@@ -15,15 +15,17 @@ import vllm.distributed.parallel_state as groups
 from torch.nn.functional import linear as product
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.models.deepseek_v2 import DeepSeekV2FusedQkvAProjLinear
 
 from nnsight_pp.core.location import Location
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.layers import Noted, num_ids_of, rules_of, weight_rule
-from nnsight_pp.parallel.parts import Columns, Summand, join, share
+from nnsight_pp.parallel.parts import ColumnGroup, Columns, Summand, join, share
 
 PATH = "model.layer"
 INTO, OUT = Location(PATH, "input"), Location(PATH, "output")
@@ -42,14 +44,24 @@ class Standing:
         self.world_size = size
 
 
-def built(make: Callable[[], torch.nn.Module], num_ranks: int, dcp: int = 1) -> list[Any]:
-    """Return the layer as each of ``num_ranks`` ranks has it."""
+def built(
+    make: Callable[[], torch.nn.Module],
+    num_ranks: int,
+    dcp: int = 1,
+    *,
+    is_whole: bool = False,
+) -> list[Any]:
+    """Return the layer as each of ``num_ranks`` ranks has it, its experts whole or split."""
     layers = []
-    config = VllmConfig()
-    config.parallel_config.decode_context_parallel_size = dcp
     for rank in range(num_ranks):
+        config = VllmConfig()
+        parallel = config.parallel_config
+        parallel.decode_context_parallel_size = dcp
+        parallel.tensor_parallel_size = num_ranks
+        parallel.enable_expert_parallel = is_whole
         with compat._one_rank_world(), set_current_vllm_config(config):
-            groups._TP = Standing(rank, num_ranks)  # type: ignore[assignment]
+            standing: Any = Standing(rank, num_ranks)
+            groups._TP = groups._EP = standing
             layers.append(make())
     return layers
 
@@ -220,3 +232,67 @@ def test_values_in_the_memory_of_a_fused_output_are_split_as_it_is():
     assert set(rules) == {OUT, attention}
     groups_of = [rule.groups for rule in rules[attention] if isinstance(rule, Columns)]
     assert groups_of == [((48, 1),), ((8, 2),), ((8, 2),)]
+
+
+@pytest.mark.parametrize("is_whole", [False, True], ids=["split experts", "whole experts"])
+@pytest.mark.parametrize("reduces", [True, False])
+def test_what_experts_give_is_whole_or_a_summand(reduces: bool, is_whole: bool):
+    """A rank has a part of every expert, or some experts whole: what it sums is one of several."""
+
+    def make() -> torch.nn.Module:
+        return FusedMoEFactory(4, 2, 64, 128, prefix="experts", reduce_results=reduces)
+
+    (whole,) = built(make, 1)
+    parts = built(make, 2, is_whole=is_whole)
+    given = torch.zeros(1, 64)
+    for layer in parts:
+        experts = layer.routed_experts
+        assert experts.w13_weight.shape[0] == (2 if is_whole else 4)
+        noted = Noted()
+        noted.serve(INTO, ((given, torch.zeros(1, 4)), {}))
+        noted.serve(OUT, given.clone())
+        rules = rules_of({PATH: layer}, {PATH: whole}, noted, 2)
+        assert rules == ({} if reduces else {OUT: (Summand(),)})
+        assert weight_rule(experts, whole.routed_experts, "w13_weight", 2) is None
+
+
+def test_latent_attention_has_heads_in_parts_and_latents_whole():
+    """The projections of DeepSeek's attention, and what its kernel takes and gives on one rank."""
+    heads, size, latent = 8, 6, 10
+
+    def layers() -> dict[str, torch.nn.Module]:
+        return {
+            "fused_qkv_a_proj": DeepSeekV2FusedQkvAProjLinear(SIZE, [12, latent + 2]),
+            "q_b_proj": linear.ColumnParallelLinear(12, heads * size, bias=False),
+            "kv_b_proj": linear.ColumnParallelLinear(latent, heads * 2 * size, bias=False),
+            "o_proj": linear.RowParallelLinear(heads * size, SIZE, bias=False),
+        }
+
+    (whole,), parts = (
+        built(lambda: torch.nn.ModuleDict(layers()), 1),
+        built(lambda: torch.nn.ModuleDict(layers()), 2),
+    )
+    own = dict(parts[1].items())
+    query, mixed = torch.zeros(1, heads // 2 * size), torch.zeros(1, heads // 2 * size)
+    latents = torch.zeros(1, latent + 2)
+    compressed, position = latents.split([latent, 2], -1)
+    noted = Noted()
+    noted.serve(Location("fused_qkv_a_proj", "output"), (torch.zeros(1, 24), None))
+    noted.serve(Location("q_b_proj", "output"), (query, None))
+    attention = Location("mla_attn", "input")
+    noted.serve(attention, ((query.view(1, heads // 2, size), compressed, position), {}))
+    noted.serve(Location("mla_attn", "output"), mixed)
+    noted.serve(Location("o_proj", "input"), ((mixed,), {}))
+    rules = rules_of(own, dict(whole.items()), noted, 2)
+    in_heads = Columns((ColumnGroup(heads * size),))
+    assert rules == {
+        Location("q_b_proj", "output"): (in_heads, None),
+        attention: (in_heads, None, None),
+        Location("mla_attn", "output"): (in_heads,),
+        Location("o_proj", "input"): (in_heads,),
+    }
+    for name, axis in (("q_b_proj", 0), ("kv_b_proj", 0), ("o_proj", 1)):
+        split = weight_rule(own[name], whole[name], "weight", 2)
+        assert split is not None
+        assert split.axis == axis
+    assert weight_rule(own["fused_qkv_a_proj"], whole["fused_qkv_a_proj"], "weight", 2) is None

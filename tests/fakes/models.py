@@ -92,6 +92,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False},
     ),
     "gpt2": ("GPT2", {}),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 128,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": False,
+        },
+    ),
 }
 
 

@@ -82,7 +82,7 @@ class VLLM(VLLMTree):
         dispatch: bool = False,
         **engine_args: Any,
     ) -> None:
-        _check_arguments(engine_args)
+        _check_arguments(engine_args, tensor_parallel_size)
         self._num_ranks = pipeline_parallel_size * tensor_parallel_size
         self._arguments = {
             "model": str(repo_or_path),
@@ -349,7 +349,11 @@ def _size_steps(arguments: dict[str, Any], length: int) -> None:
     arguments["max_num_batched_tokens"] = max(budget, length + min(budget, ROOM))
 
 
-def _check_arguments(engine_args: dict[str, Any]) -> None:
+def _check_arguments(engine_args: dict[str, Any], tp_size: int) -> None:
+    """Refuse what tracing cannot work with, and what would only end the engine's processes.
+
+    Source: vllm 0.32.0 csrc/cpu/cpu_fused_moe.cpp looks up every expert among the rank's own.
+    """
     for name in ("speculative_config", "spec_method", "spec_model"):
         if engine_args.get(name):
             raise ConfigurationError(f"{name} is not supported: a step must sample one token.")
@@ -372,3 +376,11 @@ def _check_arguments(engine_args: dict[str, Any]) -> None:
         )
     if engine_args.get("data_parallel_size", 1) != 1:
         raise ConfigurationError("data_parallel_size is not supported.")
+    if compat.IS_CPU and tp_size > 1 and engine_args.get("enable_expert_parallel"):
+        raise ConfigurationError(
+            explain(
+                "enable_expert_parallel=True cannot be used on vLLM's CPU backend.",
+                why="Its kernel looks for every expert on every rank, and ends the process.",
+                todo="Leave it out: tensor_parallel_size then splits each expert.",
+            )
+        )

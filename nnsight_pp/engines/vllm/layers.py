@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
+from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
@@ -120,8 +121,8 @@ def num_ids_of(real: Mapping[str, torch.nn.Module]) -> dict[Location, int]:
     """Return how many ids each embedding whose rows are split takes, by its input's location."""
     found = {}
     for path, module in real.items():
-        layer: Any = module
-        if type(module) in _EMBEDDINGS and layer.tp_size > 1:
+        layer: Any = _without_adapter(module)
+        if type(layer) in _EMBEDDINGS and layer.tp_size > 1:
             found[Location(path, "input")] = layer.num_embeddings_padded
     return found
 
@@ -191,8 +192,8 @@ def _add_layer_rules(
     whole: torch.nn.Module | None,
     num_ranks: int,
 ) -> None:
-    layer: Any = module
-    kind = type(module)
+    layer: Any = _without_adapter(module)
+    kind = type(layer)
     into, out = (Location(path, "input"), 0), (Location(path, "output"), 0)
     groups = _column_groups(module, whole, num_ranks)
     if groups is not None and not layer.gather_output:
@@ -209,12 +210,22 @@ def _add_layer_rules(
         known[out] = Summand()
 
 
+def _without_adapter(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the layer that an adapter is added to: what both give is split as it splits.
+
+    Source: vllm 0.32.0 lora/layers: column_parallel_linear.py and row_parallel_linear.py gather and
+    reduce as their base layers say.
+    """
+    base: Any = module
+    return base.base_layer if isinstance(module, BaseLayerWithLoRA) else module
+
+
 def _column_groups(
     module: torch.nn.Module, whole: torch.nn.Module | None, num_ranks: int
 ) -> tuple[ColumnGroup, ...] | None:
     """Return the groups of a column-parallel layer's outputs, or None for another layer."""
-    layer: Any = module
-    kind = type(module)
+    layer: Any = _without_adapter(module)
+    kind = type(layer)
     if whole is None or type(whole) is not kind or getattr(layer, "tp_size", 1) == 1:
         return None
     if kind in (linear.ColumnParallelLinear, linear.DCPGroupColumnParallelLinear):

@@ -1,0 +1,137 @@
+"""LoRA requests and compiled steps on two tensor-parallel ranks, against Hugging Face's model."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm.lora.request import LoRARequest
+
+from engine.compare import assert_same
+from nnsight_pp import VLLM, NNsight
+
+RANK = 4
+PROMPT, OTHER = "one two three four", "a small river runs"
+HEAD = 32
+# What an adapter is added to: columns of a fused layer, and both row-parallel layers.
+TARGETS = {"q_proj": "self_attn", "o_proj": "self_attn", "up_proj": "mlp", "down_proj": "mlp"}
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_llama_path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(tiny_llama_path, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def adapted(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoRARequest, Any]:
+    """A request for a random adapter, and the model with the adapter in its weights."""
+    folder = tmp_path_factory.mktemp("adapter")
+    merged = copy.deepcopy(plain)
+    weights: dict[str, torch.Tensor] = {}
+    random = torch.Generator().manual_seed(7)
+    for index, layer in enumerate(merged.model.layers):
+        for name, parent in TARGETS.items():
+            whole = getattr(getattr(layer, parent), name).weight
+            first = torch.randn(RANK, whole.shape[1], generator=random) * 0.1
+            second = torch.randn(whole.shape[0], RANK, generator=random) * 0.1
+            path = f"base_model.model.model.layers.{index}.{parent}.{name}"
+            weights[f"{path}.lora_A.weight"], weights[f"{path}.lora_B.weight"] = first, second
+            with torch.no_grad():
+                whole += second @ first
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "bias": "none"}
+    config["target_modules"] = list(TARGETS)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return LoRARequest("random", 1, str(folder)), merged
+
+
+@pytest.fixture(scope="module")
+def model(tiny_llama_path: Path) -> Iterator[VLLM]:
+    """An engine that compiles the steps without a block."""
+    model = VLLM(
+        str(tiny_llama_path),
+        tensor_parallel_size=2,
+        dtype="float32",
+        max_model_len=128,
+        enable_lora=True,
+        max_lora_rank=8,
+        kv_cache_memory_bytes=64 << 20,
+    )
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+def here(module: Any, path: Path, prompt: str, *, is_cut: bool) -> list[torch.Tensor]:
+    """Return the values below by the model of this process."""
+    model = NNsight(module)
+    near, far = model.model.layers[0], model.model.layers[3]
+    ids = AutoTokenizer.from_pretrained(path)(prompt, return_tensors="pt").input_ids
+    with torch.no_grad(), model.trace(ids):
+        query = near.self_attn.q_proj.output[0].save()
+        if is_cut:
+            near.self_attn.o_proj.input[:, :, -HEAD:] = 0
+        heads = near.self_attn.o_proj.input[0].save()
+        mixed = near.self_attn.o_proj.output[0].save()
+        inner = far.mlp.down_proj.input[0].save()
+        late = far.mlp.output[0].save()
+        logits = model.lm_head.output[0, -1:].save()
+    return [query, heads, mixed, inner, late, logits]
+
+
+def values(model: VLLM, is_cut: bool) -> Any:
+    near, far = model.model.layers[0], model.model.layers[3]
+    fused = near.self_attn.qkv_proj.output[0]
+    query = fused[:, : fused.shape[-1] // 2]
+    if is_cut:
+        near.self_attn.o_proj.input[:, -HEAD:] = 0
+    heads = near.self_attn.o_proj.input
+    mixed = near.self_attn.o_proj.output[0]
+    inner = far.mlp.down_proj.input
+    return [query, heads, mixed, inner, far.mlp.output, model.logits]
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["read", "a head zeroed"])
+@pytest.mark.parametrize("is_adapted", [True, False], ids=["adapter", "none"])
+def test_values_of_a_request(
+    is_adapted: bool,
+    is_cut: bool,
+    model: VLLM,
+    plain: Any,
+    adapted: tuple[LoRARequest, Any],
+    tiny_llama_path: Path,
+) -> None:
+    request, merged = adapted
+    options = {"lora_request": request} if is_adapted else {}
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1, **options):
+        found = values(model, is_cut).save()
+    wanted = here(merged if is_adapted else plain, tiny_llama_path, PROMPT, is_cut=is_cut)
+    assert_same(found, wanted, "values")
+    other = here(plain if is_adapted else merged, tiny_llama_path, PROMPT, is_cut=is_cut)
+    assert (wanted[-1] - other[-1]).abs().max() > 0.1, "the adapter changes nothing"
+    assert model.request_counts() == [0, 0]
+
+
+def test_untraced_steps_run_compiled_and_see_none_of_us(model: VLLM) -> None:
+    """What the model gives without a block is what it gave before any, to the last bit."""
+    far = model.model.layers[3]
+
+    def answers() -> list[Any]:
+        made = model.generate([PROMPT, OTHER], temperature=0.0, max_tokens=6, logprobs=5)
+        return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in made]
+
+    before = answers()
+    with model.trace(OTHER, temperature=0.0, max_tokens=4) as tracer:
+        for _ in tracer.iter[:4]:
+            far.self_attn.o_proj.input[:, :HEAD] = 5
+            slab = far.mlp.act_fn.output.save()
+    assert slab.shape == (1, 256)
+    assert answers() == before
