@@ -7,48 +7,21 @@
 
 #include "serve_point.hpp"
 
-#include <greenlet.h>
-#include <structmember.h>
+#include "near.hpp"
+#include "slots.hpp"
 
-#include <array>
+#include <greenlet.h>
 
 namespace nnsight_pp {
 namespace {
 
-// A reference that is given back when it goes out of scope.
-class Kept {
- public:
-  explicit Kept(PyObject* object) : object_(object) { Py_XINCREF(object); }
-  ~Kept() { Py_XDECREF(object_); }
-  Kept(const Kept&) = delete;
-  Kept& operator=(const Kept&) = delete;
-  PyObject* get() const { return object_; }
-
- private:
-  PyObject* object_;
-};
-
-// The slots of the two classes, in the order of their names below.
+// The slots of the two classes, in the order of their names.
 enum PointSlot { kFunction, kModule, kOther, kQuick, kBody, kPointSlots };
-constexpr std::array<const char*, kPointSlots> point_names = {"_function", "_module", "_other",
-                                                              "_quick", "body"};
+Slots<kPointSlots> points{{"_function", "_module", "_other", "_quick", "body"}};
 enum GateSlot { kServe, kIsSkipping, kParked, kCounts, kObservers, kDriver, kGateSlots };
-constexpr std::array<const char*, kGateSlots> gate_names = {"serve",  "is_skipping", "parked",
-                                                            "counts", "observers",   "driver"};
+Slots<kGateSlots> gates{{"serve", "is_skipping", "parked", "counts", "observers", "driver"}};
 
-std::array<Py_ssize_t, kPointSlots> point_offsets;
-std::array<Py_ssize_t, kGateSlots> gate_offsets;
-PyTypeObject* gate_type = nullptr;
 PyObject* served_name = nullptr;
-PyObject* one = nullptr;
-
-// What is in a slot (borrowed), or null where it is None or empty.
-PyObject* in_slot(PyObject* object, Py_ssize_t offset) {
-  PyObject* value = *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset);
-  return value == Py_None ? nullptr : value;
-}
-PyObject* of_point(PyObject* point, PointSlot slot) { return in_slot(point, point_offsets[slot]); }
-PyObject* of_gate(PyObject* gate, GateSlot slot) { return in_slot(gate, gate_offsets[slot]); }
 
 // What a weak reference refers to (a new reference), or null without an error.
 PyObject* referent(PyObject* reference) {
@@ -66,16 +39,16 @@ PyObject* referent(PyObject* reference) {
 // Call the module's own forward.
 PyObject* call_forward(PyObject* point, PyObject* const* args, Py_ssize_t count,
                        PyObject* names) {
-  Kept function(of_point(point, kFunction));
+  Kept function = Kept::borrowed(points.at(point, kFunction));
   if (function.get() == nullptr) {
-    Kept other(of_point(point, kOther));
+    Kept other = Kept::borrowed(points.at(point, kOther));
     if (other.get() == nullptr) {
       PyErr_SetString(PyExc_ReferenceError, "this forward was never put on a module");
       return nullptr;
     }
     return PyObject_Vectorcall(other.get(), args, count, names);
   }
-  PyObject* module = referent(of_point(point, kModule));
+  PyObject* module = referent(points.at(point, kModule));
   if (module == nullptr) {
     PyErr_SetString(PyExc_ReferenceError, "the module of this forward was dropped");
     return nullptr;
@@ -127,17 +100,6 @@ int has(PyObject* places, PyObject* location) {
                                                            : PyDict_Contains(places, location);
 }
 
-// Add one to what ``counts``, a dictionary or null, has for ``location``.
-bool count_visit(PyObject* counts, PyObject* location) {
-  if (counts == nullptr) return true;
-  PyObject* before = PyDict_GetItemWithError(counts, location);
-  if (before == nullptr) return !PyErr_Occurred() && PyDict_SetItem(counts, location, one) == 0;
-  PyObject* after = PyNumber_Add(before, one);
-  const bool is_set = after != nullptr && PyDict_SetItem(counts, location, after) == 0;
-  Py_XDECREF(after);
-  return is_set;
-}
-
 // Whether the caller's greenlet is the one that the run belongs to.
 bool is_driving(PyObject* driver) {
   if (driver == nullptr) return true;
@@ -152,14 +114,14 @@ bool is_driving(PyObject* driver) {
 struct Visit {
   Kept gate, serve, parked, counts, observers, driver, into, out;
   Visit(PyObject* looking, PyObject* entry)
-      : gate(looking),
-        serve(of_gate(looking, kServe)),
-        parked(of_gate(looking, kParked)),
-        counts(of_gate(looking, kCounts)),
-        observers(of_gate(looking, kObservers)),
-        driver(of_gate(looking, kDriver)),
-        into(PyTuple_GET_ITEM(entry, 1)),
-        out(PyTuple_GET_ITEM(entry, 2)) {}
+      : gate(Kept::borrowed(looking)),
+        serve(Kept::borrowed(gates.at(looking, kServe))),
+        parked(Kept::borrowed(gates.at(looking, kParked))),
+        counts(Kept::borrowed(gates.at(looking, kCounts))),
+        observers(Kept::borrowed(gates.at(looking, kObservers))),
+        driver(Kept::borrowed(gates.at(looking, kDriver))),
+        into(Kept::borrowed(PyTuple_GET_ITEM(entry, 1))),
+        out(Kept::borrowed(PyTuple_GET_ITEM(entry, 2))) {}
 
   // Whether somebody waits for ``location``; -1 with an error set.
   int wants(PyObject* location) const {
@@ -181,7 +143,8 @@ PyObject* visit_module(PyObject* point, const Visit& visit, PyObject* const* arg
   if (is_read == 0) {
     if (count_visit(visit.counts.get(), visit.out.get())) return value;
   } else if (is_read > 0) {
-    served = PyObject_CallFunctionObjArgs(visit.serve.get(), visit.out.get(), value, nullptr);
+    PyObject* const given[] = {visit.out.get(), value};
+    served = PyObject_Vectorcall(visit.serve.get(), given, 2, nullptr);
   }
   Py_DECREF(value);
   return served;
@@ -189,7 +152,7 @@ PyObject* visit_module(PyObject* point, const Visit& visit, PyObject* const* arg
 
 // `ServePoint.__call__`.
 PyObject* point_call(PyObject* point, PyObject* const* args, Py_ssize_t count, PyObject* names) {
-  Kept quick(of_point(point, kQuick));
+  Kept quick = Kept::borrowed(points.at(point, kQuick));
   PyObject* looking = nullptr;  // a new reference
   PyObject* entry = nullptr;
   bool are_many = false;
@@ -198,7 +161,7 @@ PyObject* point_call(PyObject* point, PyObject* const* args, Py_ssize_t count, P
     PyObject* view = PyTuple_GET_ITEM(quick.get(), at);
     PyObject* gate = referent(PyTuple_GET_ITEM(view, 0));
     if (gate == nullptr) continue;
-    if (!PyObject_TypeCheck(gate, gate_type) || of_gate(gate, kServe) == nullptr) {
+    if (!gates.is_of(gate) || gates.at(gate, kServe) == nullptr) {
       Py_DECREF(gate);
       continue;
     }
@@ -210,9 +173,9 @@ PyObject* point_call(PyObject* point, PyObject* const* args, Py_ssize_t count, P
   if (looking == nullptr) return call_forward(point, args, count, names);
   PyObject* value = nullptr;
   const bool is_plain = !are_many && PyTuple_GET_ITEM(entry, 1) != Py_None &&
-                        of_point(point, kBody) == nullptr &&
-                        of_gate(looking, kIsSkipping) == Py_False &&
-                        of_gate(looking, kParked) != nullptr;
+                        points.at(point, kBody) == nullptr &&
+                        !gates.is_true(looking, kIsSkipping) &&
+                        gates.at(looking, kParked) != nullptr;
   if (is_plain) {
     value = visit_module(point, Visit(looking, entry), args, count, names);
   } else {
@@ -227,24 +190,6 @@ PyMethodDef point_method = {
     reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(point_call)),
     METH_FASTCALL | METH_KEYWORDS, "Run the module, and serve what it takes and gives."};
 
-template <std::size_t Count>
-bool find_offsets(PyObject* type, const std::array<const char*, Count>& names,
-                  std::array<Py_ssize_t, Count>& offsets) {
-  for (std::size_t at = 0; at < Count; ++at) {
-    PyObject* member = PyObject_GetAttrString(type, names[at]);
-    if (member == nullptr) return false;
-    const bool is_slot = Py_TYPE(member) == &PyMemberDescr_Type;
-    if (is_slot) {
-      offsets[at] = reinterpret_cast<PyMemberDescrObject*>(member)->d_member->offset;
-    } else {
-      PyErr_Format(PyExc_TypeError, "%s is no slot", names[at]);
-    }
-    Py_DECREF(member);
-    if (!is_slot) return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 PyObject* make_point_call(PyObject*, PyObject* const* args, Py_ssize_t count) {
@@ -252,17 +197,11 @@ PyObject* make_point_call(PyObject*, PyObject* const* args, Py_ssize_t count) {
     PyErr_SetString(PyExc_TypeError, "point_call(ServePoint, Gate) takes two classes");
     return nullptr;
   }
-  if (!find_offsets(args[0], point_names, point_offsets) ||
-      !find_offsets(args[1], gate_names, gate_offsets)) {
-    return nullptr;
-  }
+  if (!points.find(args[0]) || !gates.find(args[1])) return nullptr;
   PyGreenlet_Import();
   if (_PyGreenlet_API == nullptr) return nullptr;
   if (served_name == nullptr) served_name = PyUnicode_InternFromString("_served");
-  if (one == nullptr) one = PyLong_FromLong(1);
-  if (served_name == nullptr || one == nullptr) return nullptr;
-  Py_INCREF(args[1]);
-  Py_XSETREF(gate_type, reinterpret_cast<PyTypeObject*>(args[1]));
+  if (served_name == nullptr) return nullptr;
   return PyDescr_NewMethod(reinterpret_cast<PyTypeObject*>(args[0]), &point_method);
 }
 

@@ -43,7 +43,9 @@
 // snapshots are taken around all this (also on request: `set_full_snapshots`).
 
 #include "bundle.hpp"
+#include "near.hpp"
 #include "serve_point.hpp"
+#include "stack.hpp"
 
 #include <greenlet.h>
 
@@ -54,6 +56,7 @@
 namespace {
 
 namespace compat = nnsight_pp::compat;
+using nnsight_pp::as_method;
 using nnsight_pp::Held;
 using nnsight_pp::HiddenVariable;
 using nnsight_pp::places;
@@ -298,10 +301,6 @@ PyObject* module_warn(PyObject*, PyObject* text) {
   Py_RETURN_NONE;
 }
 
-PyObject* module_stack_address(PyObject*, PyObject*) {
-  return PyLong_FromVoidPtr(__builtin_frame_address(0));
-}
-
 PyObject* slot_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"grad_enabled", nullptr};
   int grad_enabled = 1;
@@ -350,48 +349,16 @@ int slot_set_stream(PyObject* self, PyObject* stream, void*) {
   return 0;
 }
 
-// CAUTION: the frame below this one is the last that an unwinder may look at. A greenlet's stack
-// begins in the middle of its driver's, and what lay there when it began is overwritten once the
-// driver goes on; torch fetches a backtrace for every error, and would read it (a segmentation
-// fault, now and then). The outermost frame is the one whose return address is undefined.
-__attribute__((noinline)) PyObject* slot_at_bottom(PyObject*, PyObject* const* args,
-                                                   Py_ssize_t count) {
-#if defined(__x86_64__)
-  asm volatile(".cfi_undefined rip" ::: "memory");
-#elif defined(__aarch64__)
-  asm volatile(".cfi_undefined x30" ::: "memory");
-#endif
-  if (count < 1) {
-    PyErr_SetString(PyExc_TypeError, "at_bottom needs something to call");
-    return nullptr;
-  }
-  PyObject* result =
-      PyObject_Vectorcall(args[0], args + 1, static_cast<std::size_t>(count - 1), nullptr);
-  asm volatile("" ::: "memory");  // a jump in place of the call would leave no frame
-  return result;
-}
-
 PyGetSetDef slot_properties[] = {
     {"is_clean", slot_is_clean, nullptr, "True while its worker has left nothing behind.", nullptr},
     {"stream", slot_get_stream, slot_set_stream, "CUDA stream that its worker left, or None.",
      nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-template <class Function>
-PyCFunction as_method(Function function) {
-  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
-}
-
-PyMethodDef slot_methods[] = {
-    {"at_bottom", as_method(slot_at_bottom), METH_FASTCALL,
-     "at_bottom(function, *args): call it as the outermost frame of a new greenlet."},
-    {nullptr, nullptr, 0, nullptr}};
-
 PyType_Slot slot_slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(slot_new)},
     {Py_tp_dealloc, reinterpret_cast<void*>(slot_dealloc)},
     {Py_tp_getset, slot_properties},
-    {Py_tp_methods, slot_methods},
     {Py_tp_doc, const_cast<char*>("Slot(grad_enabled): the thread state of one worker.")},
     {0, nullptr}};
 PyType_Spec slot_spec = {"nnsight_pp_thread_state.Slot", sizeof(Slot), 0, Py_TPFLAGS_DEFAULT,
@@ -407,7 +374,20 @@ PyMethodDef module_methods[] = {
      "Take at::ThreadLocalState snapshots at every switch; returns the previous setting."},
     {"capture", module_capture, METH_NOARGS, "A plain at::ThreadLocalState snapshot."},
     {"install", module_install, METH_O, "Install what capture() returned."},
-    {"stack_address", module_stack_address, METH_NOARGS, "Where this thread's C stack is now."},
+    {"stack_address", nnsight_pp::stack_address, METH_NOARGS,
+     "Where this thread's C stack is now."},
+    {"at_bottom", as_method(nnsight_pp::at_bottom), METH_FASTCALL,
+     "at_bottom(function, *args): call it as the outermost frame of a new greenlet."},
+    {"near_classes", nnsight_pp::near_classes, METH_VARARGS,
+     "near_classes(...): the classes that asks and visits are made of (see near.hpp)."},
+    {"near_read", as_method(nnsight_pp::near_read), METH_FASTCALL,
+     "near_read(worker, location): its value, or NotImplemented."},
+    {"near_getter", nnsight_pp::near_getter, METH_VARARGS,
+     "near_getter(kept_as, getter): the getter of a property of nodes."},
+    {"near_setter", nnsight_pp::near_setter, METH_VARARGS,
+     "near_setter(class, properties, setter): a `__setattr__` of nodes."},
+    {"near_serve", nnsight_pp::near_serve, METH_VARARGS,
+     "near_serve(...): what serves the values of one run."},
     {"point_call", as_method(nnsight_pp::make_point_call), METH_FASTCALL,
      "point_call(ServePoint, Gate): a `__call__` for ServePoint (see serve_point.cpp)."},
     {"warn", module_warn, METH_O, "Emit a torch warning through the handler in force."},

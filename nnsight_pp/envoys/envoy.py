@@ -7,6 +7,7 @@ the methods that are asked of the root.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 from nnsight_pp.core.location import ROOT
@@ -18,7 +19,9 @@ from nnsight_pp.envoys.renaming import Spelling
 from nnsight_pp.envoys.tree_node import Forest, TreeNode
 from nnsight_pp.envoys.values import Values
 from nnsight_pp.errors import NotSupportedError, Where, explain
+from nnsight_pp.interleave import nearby
 from nnsight_pp.interleave.worker import running_worker
+from nnsight_pp.trace.mount import savable
 from nnsight_pp.trace.session import Session
 from nnsight_pp.trace.tracer import Invocation, Tracer
 
@@ -65,6 +68,7 @@ class Envoy(Values, OlderNames, TreeNode):
         self._edits: list[Edit] = []
         super().__init__(module, path, parent, forest)
         if is_first:
+            _quicken()
             forest.spelling.bind(self)
             self._install()
         elif interleaver is not None:
@@ -231,6 +235,12 @@ class Envoy(Values, OlderNames, TreeNode):
         assert isinstance(self._forest, LocalForest)
         with self._forest.hooking():
             return node._module(*args, **kwargs)
+
+
+@functools.cache
+def _quicken() -> None:
+    """Let the blocks of this process come to values without Python, where they can."""
+    nearby.quicken(Envoy, {"output": "_output", "inputs": "_input"}, savable)
 
 
 def _callee(node: Envoy, fn: Callable[..., Any] | str | None) -> Callable[..., Any]:

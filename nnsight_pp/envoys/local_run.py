@@ -185,7 +185,7 @@ class LocalForest(Forest):
 
     def _serving(self, turns: Interleaver) -> Callable[[Location, Any], Any]:
         """Return what serves the values that the caller's own thread and turn compute."""
-        driver, serve_here = getcurrent(), nearby.serving(turns)
+        driver = getcurrent()
 
         def serve(location: Location, value: Any) -> Any:
             # Not in a call made by a block, nor by another thread: these are not part of the run.
@@ -193,12 +193,12 @@ class LocalForest(Forest):
             if current is not driver:
                 hooking = self._hooking is current
                 return turns.serve(location, value) if hooking else value
-            value = serve_here(location, value)
+            value = turns.serve(location, value)
             if turns.failed is not None:
                 raise _AbandonedRun
             return value
 
-        return serve
+        return nearby.serving(turns, serve, _AbandonedRun)
 
 
 def _worker(number: int, num_stored: int, invocation: Invocation, switch: Switch) -> Worker:

@@ -89,9 +89,9 @@ class Asks:
         self.released: list[Worker] = []
         # Whether a worker may park inside a torch call.
         self.may_park_in_torch = switch.may_park_in_torch
-        # The visits that are over, where `nearby` may answer: one process, and parks anywhere.
+        # Only where one process computes everything, counts visits, and parks anywhere.
         is_near = owners is None and link is None and switch.may_park_in_torch
-        self.counts: dict[Location, int] | None = clock.counts if is_near else None
+        self.near = nearby.state(clock.counts, self.parked) if is_near else None
         self._owners = owners
         self._make_lazy = make_lazy
         self._snapshot = snapshot
@@ -105,8 +105,8 @@ class Asks:
                 worker.memo = Memo(location, worker.step, value, memo.is_here)
                 return value
             return memo.value
-        value = nearby.read(self, worker, location) if seen is None else nearby.NOT_READ
-        if value is not nearby.NOT_READ:
+        value = nearby.read(worker, location) if seen is None else NotImplemented
+        if value is not NotImplemented:
             return value
         owner, visit = self._ask(worker, location, seen)
         number = worker.next_number(location, visit)

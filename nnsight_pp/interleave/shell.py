@@ -45,8 +45,10 @@ class Shell(greenlet):
         begin: The address at which its C stack begins, 0 where it is not to be kept.
     """
 
-    worker: Worker | None = None
-    begin = 0
+    # Known to csrc/near.hpp by their names.
+    __slots__ = ("begin", "worker")
+    worker: Worker | None
+    begin: int
 
     def run(self, *_: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Run the worker to its end; then wait for another one, if this one is to be kept."""
@@ -82,6 +84,7 @@ def shell_for(worker: Worker, context: Context) -> Shell:
             shell = _kept.pop()
     if shell is None:
         shell = Shell()
+        shell.begin = 0
     shell.worker = worker
     shell.gr_context = context
     return shell
@@ -105,11 +108,15 @@ def take_back(shell: Shell) -> None:
 
 @functools.cache
 def _at_bottom() -> Callable[[Callable[[], None]], None]:
-    """Return what calls a function as the outermost frame of a greenlet.
+    """Return what calls a function as the outermost frame of a greenlet."""
+    if thread_state.load().name != "native":
+        return _called
+    at_bottom: Callable[[Callable[[], None]], None] = load_extension().at_bottom
+    return at_bottom
 
-    Not that of a worker's own slot: a kept greenlet would keep the slot.
-    """
-    return thread_state.load().new_slot(True).at_bottom
+
+def _called(call: Callable[[], None]) -> None:
+    call()
 
 
 @functools.cache

@@ -22,12 +22,12 @@ class Skips:
         clock: Tells which visit is now.
     """
 
-    __slots__ = ("_clock", "_held", "_parked")
+    __slots__ = ("_clock", "_parked", "held")
 
     def __init__(self, parked: Parked, clock: Clock) -> None:
         self._parked = parked
         self._clock = clock
-        self._held: list[Worker] = []
+        self.held: list[Worker] = []
 
     def hold(self, location: Location) -> None:
         """Let those who skip a module, at its ``location`` "skip", wait until it has run.
@@ -46,7 +46,7 @@ class Skips:
                 self._parked.remove(location, worker)
                 ask.location = behind
                 self._parked.add(behind, worker)
-                self._held.append(worker)
+                self.held.append(worker)
 
     def is_inside(self, worker: Worker, location: Location) -> bool:
         """Whether ``location`` lies inside a module that the request of ``worker`` skips now."""
@@ -54,13 +54,13 @@ class Skips:
             one.rows_of == worker.rows_of
             and isinstance(one.ask, Write)
             and location.path.startswith(f"{one.ask.location.path}.")
-            for one in self._held
+            for one in self.held
         )
 
     def leave(self, worker: Worker) -> None:
         """Note that ``worker`` waits no more."""
-        if worker in self._held:
-            self._held.remove(worker)
+        if worker in self.held:
+            self.held.remove(worker)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self.held)

@@ -37,10 +37,6 @@ class Slot(Protocol):
         """True while the worker has left nothing behind."""
         ...
 
-    def at_bottom(self, call: Callable[..., Any], *args: Any) -> Any:
-        """Call ``call(*args)`` as the outermost frame of a new greenlet: no unwinder passes it."""
-        ...
-
 
 @final
 class ThreadState:
@@ -169,9 +165,6 @@ class _PlainSlot:
     @property
     def is_clean(self) -> bool:
         return not self.has_left
-
-    def at_bottom(self, call: Callable[..., Any], *args: Any) -> Any:
-        return call(*args)
 
 
 def _plain_step(slot: _PlainSlot, step: Callable[[], Any]) -> Any:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from nnsight_pp.core.protocols import Cut
     from nnsight_pp.core.report import PullRecord
     from nnsight_pp.interleave.asks import Asks
+    from nnsight_pp.interleave.nearby import Near
     from nnsight_pp.interleave.randomness import Randomness
     from nnsight_pp.interleave.timeline import Timeline
     from nnsight_pp.interleave.visit import OpenVisit
@@ -91,6 +92,7 @@ class Worker:
         randomness: The random numbers that the block draws. Default: those of the process.
     """
 
+    # Known to csrc/near.hpp by their names.
     __slots__ = (
         "_context",
         "_echoes",
@@ -111,6 +113,7 @@ class Worker:
         "loop_depth",
         "mark",
         "memo",
+        "near",
         "pulls",
         "randomness",
         "reached",
@@ -151,6 +154,7 @@ class Worker:
         self.saves = SavedSet() if saves is None else saves
         self.randomness = randomness
         self.turns: Asks | None = None
+        self.near: Near | None = None  # where `interleave.nearby` may answer
         self.cut: Cut | None = None
         # Invariant: `ask` is set exactly while the worker is parked.
         self.ask: Ask | None = None

@@ -8,6 +8,8 @@ from torch import nn
 
 from fakes.nets import Layer, Net, batch
 from nnsight_pp import Envoy, NNsight, UnknownLocationError
+from nnsight_pp.core.rows import BatchCut
+from nnsight_pp.interleave import nearby
 from nnsight_pp.interleave.asks import Asks
 
 X = batch(2)
@@ -254,9 +256,24 @@ def test_attribute_error_of_a_read_is_not_taken_for_a_missing_name(model, monkey
         raise UnknownLocationError("nobody computes this")
 
     monkeypatch.setattr(Asks, "read", refuse)
+    monkeypatch.setattr(nearby, "state", lambda counts, parked: None)
     with pytest.raises(UnknownLocationError, match="nobody computes this"):
         with model.trace(X):
             model.layers[0].output
+
+
+def test_attribute_error_at_the_end_of_a_visit_is_not_taken_for_a_missing_name(model, monkeypatch):
+    def refuse(*given, assigned):
+        raise UnknownLocationError("it does not fit")
+
+    monkeypatch.setattr(BatchCut, "put", refuse)
+    with pytest.raises(UnknownLocationError, match="it does not fit"):
+        with model.trace() as tracer:
+            with tracer.invoke(X):
+                model.layers[0].output = model.layers[0].output * 2
+                model.layers[1].output
+            with tracer.invoke(X):
+                model.layers[1].output
 
 
 def test_value_of_another_model_is_refused(model):

@@ -7,6 +7,8 @@ from fakes.nets import Net, batch
 from nnsight_pp import NNsight
 from nnsight_pp.envoys.serve_point import ServePoint
 from nnsight_pp.interleave import nearby
+from nnsight_pp.interleave.asks import Asks
+from nnsight_pp.interleave.interleaver import Interleaver
 
 X = batch(2)
 
@@ -169,8 +171,7 @@ PROGRAMS = [
 
 def take_the_long_way(monkeypatch):
     monkeypatch.setattr(ServePoint, "__call__", ServePoint.call)
-    monkeypatch.setattr(nearby, "read", lambda *_: nearby.NOT_READ)
-    monkeypatch.setattr(nearby, "serving", lambda turns: turns.serve)
+    monkeypatch.setattr(nearby, "state", lambda counts, parked: None)
 
 
 def outcome_of(program):
@@ -209,11 +210,22 @@ def test_short_way_gives_what_the_long_way_gives(program, monkeypatch):
 
 
 def test_programs_take_the_short_way(monkeypatch):
-    seen = []
-    real = nearby.read
-    monkeypatch.setattr(nearby, "read", lambda *given: seen.append(given[2]) or real(*given))
-    read_all(NNsight(Net()))
-    assert [str(one) for one in seen] == [f"model.layers.{at}.output" for at in range(3)]
+    monkeypatch.setattr(Asks, "read", None)
+    monkeypatch.setattr(Asks, "write", None)
+    monkeypatch.setattr(Interleaver, "serve", None)
+    monkeypatch.setattr(Interleaver, "serve_all", None)
+    model = NNsight(Net())
+    read_all(model)
+    with model.trace() as tracer:
+        for _ in range(3):
+            with tracer.invoke(X):
+                for layer in model.layers:
+                    layer.output
+    with model.trace(X):
+        model.layers[1].output = model.layers[1].output * 2
+    with model.trace(X, fn="rollout", steps=3) as tracer:
+        for _ in tracer.iter[1:3]:
+            model.layers[1].output
     assert type(ServePoint.__call__).__name__ == "method_descriptor"
 
 
