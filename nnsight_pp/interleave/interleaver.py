@@ -125,8 +125,7 @@ class Interleaver:
 
     def add(self, worker: Worker) -> None:
         """Take ``worker`` in, and run it to its first park."""
-        worker.turns = self.asks
-        worker.near = self.asks.near
+        worker.turns, worker.near = self.asks, self.asks.near
         self._workers.setdefault(worker.request, []).append(worker)
         self.resume(worker, None)
 
