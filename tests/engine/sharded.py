@@ -19,6 +19,16 @@ SHARDED: dict[str, Callable[[VLLM, Any], Any]] = {}
 PROMPT = "The Eiffel Tower is located in the city of"
 OTHER = "My favourite thing about the old town is"
 HEAD = 32
+# Of a random Qwen2 with the layers and the width that the table's blocks name.
+WIDE = {
+    "num_hidden_layers": 30,
+    "hidden_size": 576,
+    "intermediate_size": 256,
+    "num_attention_heads": 18,
+    "num_key_value_heads": 2,
+    # Small, as rounding grows from layer to layer.
+    "initializer_range": 0.03,
+}
 
 
 def sharded(function: Callable[[VLLM, Any], Any]) -> Callable[[VLLM, Any], Any]:

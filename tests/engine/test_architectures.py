@@ -1,6 +1,6 @@
-"""Tiny models of six families on two stages, against Hugging Face's own modules.
+"""Tiny models of seven families on two stages, against Hugging Face's own modules.
 
-Three families run with the other tests, `NNSIGHT_PP_MATRIX=1` runs all six.
+Three families run with the other tests, `NNSIGHT_PP_MATRIX=1` runs all seven.
 """
 
 from __future__ import annotations

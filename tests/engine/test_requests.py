@@ -342,16 +342,22 @@ def test_a_call_that_comes_too_late_is_named(engine: Engine) -> None:
             layers[25].mlp.output[:] *= float(size)
 
 
-def test_an_edited_weight_is_the_blocks_own(engine: Engine, local: Local) -> None:
+def test_a_weight_is_edited_in_a_copy_only(engine: Engine, local: Local) -> None:
     model, layers = engine.model, engine.layers
+    for index in (3, 25):
+        with pytest.raises(NotSupportedError, match="shared by every request") as caught:
+            with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+                weight = layers[index].input_layernorm.weight
+                weight[:] = 0
+        lines = [frame.line for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert "weight[:] = 0" in lines
     with model.trace(PROMPT, temperature=0.0, max_tokens=1):
         for index in (3, 25):
-            weight = layers[index].input_layernorm.weight
-            weight[:] = 0
-        zeroed = weight.abs().sum().save()
-    assert float(zeroed) == 0
-    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            own = layers[index].input_layernorm.weight.clone()
+            own[:] = 0
+        zeroed = own.abs().sum().save()
         late = vllm_stream(layers[25]).save()
+    assert float(zeroed) == 0
     assert_same(late, alone(local, PROMPT, 25), "late")
 
 

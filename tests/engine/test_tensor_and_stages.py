@@ -1,7 +1,7 @@
 """Values that ranks hold in pieces, on two tensor-parallel ranks in each of two stages.
 
-With `NNSIGHT_PP_MATRIX=1` also the whole table of `blocks.py` on SmolLM2, whose nine heads three
-ranks split.
+With `NNSIGHT_PP_MATRIX=1` also the whole table of blocks: on SmolLM2, whose nine heads three ranks
+split, and in two stages of two ranks on a random Qwen2 of its size.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from engine import standard_blocks
-from engine.backends import Engine
-from engine.blocks import BLOCKS
+from engine.backends import Engine, Local
 from engine.compare import assert_same
-from engine.sharded import SHARDED
+from engine.sharded import SHARDED, WIDE
 from engine.sharded_surface import SURFACE, assert_alike_on_every_rank
+from engine.table import BLOCKS, assert_block_same
 from nnsight_pp import LanguageModel
 
 PIECES = {**SHARDED, **SURFACE}
@@ -88,3 +88,31 @@ def test_block_on_three_ranks(
     name: str, three: Engine, reference: Callable[[str], dict[str, Any]]
 ) -> None:
     assert_same(BLOCKS[name](three), reference(name), name)
+
+
+@pytest.fixture(scope="module")
+def wide(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    from fakes.models import make_tiny_qwen2
+
+    folder = tmp_path_factory.mktemp("models") / "wide-qwen2"
+    return str(make_tiny_qwen2(folder, smollm2_path, **WIDE))
+
+
+@pytest.fixture(scope="module")
+def wide_here(wide: str) -> Local:
+    return Local(wide)
+
+
+@pytest.fixture(scope="module")
+def wide_four(wide: str) -> Iterator[Engine]:
+    engine = Engine(wide, 2, tp=2)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+@needs_matrix
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block_on_two_stages_of_two_ranks(name: str, wide_four: Engine, wide_here: Local) -> None:
+    assert_block_same(name, wide_four, wide_here)

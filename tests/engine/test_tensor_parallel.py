@@ -18,10 +18,10 @@ import torch
 
 from engine import standard_blocks
 from engine.backends import PROMPT, SHORT, Engine, Local
-from engine.blocks import BLOCKS
 from engine.compare import assert_same
-from engine.sharded import SHARDED
+from engine.sharded import SHARDED, WIDE
 from engine.sharded_surface import SURFACE, assert_alike_on_every_rank
+from engine.table import BLOCKS
 from nnsight_pp import LanguageModel, NotSupportedError, RankDivergenceError, RowsError
 
 PIECES = {**SHARDED, **SURFACE}
@@ -30,20 +30,10 @@ ALIVE = ("requests", "workers", "parked", "published", "shelves", "waiting", "pe
 
 @pytest.fixture(scope="module")
 def path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A random Qwen2 with the layers and the width that the table's blocks name."""
     from fakes.models import make_tiny_qwen2
 
     folder = tmp_path_factory.mktemp("models") / "wide-qwen2"
-    shape = {
-        "num_hidden_layers": 30,
-        "hidden_size": 576,
-        "intermediate_size": 256,
-        "num_attention_heads": 18,
-        "num_key_value_heads": 2,
-        # Small, as rounding grows from layer to layer.
-        "initializer_range": 0.03,
-    }
-    return str(make_tiny_qwen2(folder, smollm2_path, **shape))
+    return str(make_tiny_qwen2(folder, smollm2_path, **WIDE))
 
 
 @pytest.fixture(scope="module")
