@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.findings import Finding, as_json
+from benchmarks.findings import Finding, write_json
 from benchmarks.local_models import write_cold_files
 from benchmarks.peer_env import NNSIGHT, PeerMissingError, peer_python
 from benchmarks.timing import environment, median_and_p90, shown, table
@@ -196,7 +196,7 @@ def main() -> int:
     if given.out is not None:
         given.out.write_text(text + "\n")
     if given.json is not None:
-        given.json.write_text(json.dumps(as_json(findings(questions, samples)), indent=1))
+        write_json(given.json, findings(questions, samples), text)
     return 0 if all(samples[one.name][OURS] for one in questions) else 1
 
 

@@ -1,10 +1,11 @@
-"""All benchmarks, one after the other, as one Markdown table each.
+"""All benchmarks, one after the other, as Markdown tables and pictures.
 
     python -m benchmarks.run [--suite local,path] [--quick] [--json FILE] [--out FILE]
 
 `--quick` takes a few samples of everything: it shows that all of it runs and gives right values,
-and says nothing about time. The last column compares each ratio with that of the newest result that
-`benchmarks/results` has for the same processor.
+and says nothing about time. One column compares each ratio with that of the newest result that
+`benchmarks/results` has for the same processor. `--out` and `--json` together make a result to
+keep; pictures go beside the former.
 """
 
 from __future__ import annotations
@@ -18,25 +19,28 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.findings import Finding, as_json, from_json, markdown
-from benchmarks.timing import cpu_name
+from benchmarks.findings import Found, as_json, markdown, read_json
+from benchmarks.timing import cpu_name, environment, versions
 
 RESULTS = Path(__file__).parent / "results"
-SUITES = ("local", "path", "thread_state")
+SUITES = ("equivalence", "path", "local", "thread_state")
 
 
-def last_ratios() -> dict[str, float]:
-    """Return the ratios of the newest committed result of this processor, by question."""
+def last_ratios(name: str) -> dict[str, float]:
+    """Return a suite's ratios in the newest result of this processor, by question."""
     for path in sorted(RESULTS.glob("*.json"), reverse=True):
         kept: dict[str, Any] = json.loads(path.read_text())
-        if kept.get("cpu") == cpu_name():
-            return {one["name"]: one["ratio"] for rows in kept["suites"].values() for one in rows}
+        if kept.get("cpu") != cpu_name() or name not in kept["suites"]:
+            continue
+        suite = kept["suites"][name]
+        rows = suite["findings"] if isinstance(suite, dict) else suite
+        return {one["name"]: one["ratio"] for one in rows}
     return {}
 
 
-def run_suites(names: list[str], *, quick: bool) -> dict[str, list[Finding] | None]:
+def run_suites(names: list[str], *, quick: bool) -> dict[str, Found | None]:
     """Run each suite in a process of its own; return what they found, None where one failed."""
-    found: dict[str, list[Finding] | None] = {}
+    found: dict[str, Found | None] = {}
     for number, name in enumerate(names, 1):
         print(f"[{number}/{len(names)}] {name} ...", file=sys.stderr, flush=True)
         start = time.monotonic()
@@ -47,11 +51,26 @@ def run_suites(names: list[str], *, quick: bool) -> dict[str, list[Finding] | No
             done = subprocess.run(
                 command, cwd=RESULTS.parents[1], stdout=subprocess.DEVNULL, check=False
             )
+            found[name] = read_json(path) if path.exists() else None
             is_good = done.returncode == 0 and path.exists()
-            found[name] = from_json(json.loads(path.read_text())) if is_good else None
         spent = f"{time.monotonic() - start:.0f} s"
         print(f"    {spent}" if is_good else f"    failed after {spent}", file=sys.stderr)
+        if not is_good:
+            # Its table is kept: it says what failed.
+            found[f"{name}, failed"] = found.pop(name)
     return found
+
+
+def report(found: dict[str, Found]) -> str:
+    """Return all tables, and the line of what they were measured on."""
+    parts = [f"{environment()}, {versions()}"]
+    for name, one in found.items():
+        parts.append(f"## {name}")
+        if one.text:
+            parts.append(one.text)
+        if one.findings:
+            parts.append(markdown(one.findings, last_ratios(name)))
+    return "\n\n".join(parts)
 
 
 def main() -> int:
@@ -59,22 +78,29 @@ def main() -> int:
     parser.add_argument("--suite", default=",".join(SUITES), help=f"of {', '.join(SUITES)}")
     parser.add_argument("--quick", action="store_true", help="a few samples of everything")
     parser.add_argument("--json", type=Path, help="write all samples to this file")
-    parser.add_argument("--out", type=Path, help="write the tables to this file too")
+    parser.add_argument("--out", type=Path, help="write tables and pictures to this file too")
     given = parser.parse_args()
     names = given.suite.split(",")
     if unknown := set(names) - set(SUITES):
         parser.error(f"there is no suite {', '.join(sorted(unknown))}; there are {SUITES}")
     ran = run_suites(names, quick=given.quick)
-    found = {name: rows for name, rows in ran.items() if rows is not None}
-    last = last_ratios()
-    text = "\n\n".join(f"## {name}\n\n{markdown(rows, last)}" for name, rows in found.items())
+    found = {name: one for name, one in ran.items() if one is not None}
+    text = report(found)
     print(text)
     if given.out is not None:
-        given.out.write_text(text + "\n")
+        from benchmarks.pictures import draw
+
+        drawn = draw(found, given.out)
+        shown = [f"![{title}]({path.name})" for title, path in drawn.items()]
+        given.out.write_text("\n\n".join([text, *shown]) + "\n")
     if given.json is not None:
-        kept = {"cpu": cpu_name(), "suites": {name: as_json(rows) for name, rows in found.items()}}
+        suites = {
+            name: {"findings": as_json(one.findings), "cells": one.cells}
+            for name, one in found.items()
+        }
+        kept = {"cpu": cpu_name(), "versions": versions(), "suites": suites}
         given.json.write_text(json.dumps(kept, indent=1) + "\n")
-    return 0 if len(found) == len(names) else 1
+    return 0 if set(names) == set(found) else 1
 
 
 if __name__ == "__main__":

