@@ -14,6 +14,7 @@ import torch
 from nnsight_pp.core.kept import Split
 from nnsight_pp.core.location import ROOT, Location
 from nnsight_pp.core.report import Elsewhere
+from nnsight_pp.core.rows import WholeCut
 from nnsight_pp.core.saved import save
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.errors import CacheError, NotSupportedError, explain
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 
 _CPU = torch.device("cpu")
+_new_tuple = tuple.__new__  # a named tuple's own `__new__` takes three times as long
 
 
 class Entry(NamedTuple):
@@ -69,7 +71,7 @@ class Cache:
                     todo="Make `tracer.cache()` the first statement of the block.",
                 )
             )
-        known = {node.path for node in model.nodes()}
+        known = {node._path for node in model.nodes()}
         paths = known if modules is None else [_path_of(model, one) for one in modules]
         self.model: TreeNode | None = model
         self.entries: dict[str, list[Entry]] = {}
@@ -86,6 +88,14 @@ class Cache:
         self._is_plain = (
             options["detach"] and options["dtype"] is None and options["device"] in ("cpu", _CPU)
         )
+        # Whether a visit is one such copy of the value itself.
+        self.is_simple = (
+            self._is_plain
+            and options["include_output"]
+            and not options["include_inputs"]
+            and owns is None
+            and type(cut) is WholeCut
+        )
 
     def view(self) -> CacheView:
         """Return what the block holds of it, saved."""
@@ -93,10 +103,14 @@ class Cache:
 
     def observers(self) -> Iterator[tuple[Location, Callable[[Any], None]]]:
         """Yield what is to be called with the value of each location."""
+        takes_inputs = self._options["include_inputs"]
         for path in self._paths:
+            if not takes_inputs and self._owns is None:  # the usual case
+                yield _new_tuple(Location, (path, "output")), _Giving(self, path, None)
+                continue
             taken: list[Any] = []
             into, out = Location(path, "input"), Location(path, "output")
-            takes = self._options["include_inputs"] and self._has(into)
+            takes = takes_inputs and self._has(into)
             if takes:
                 yield into, _Taking(self, taken)
             if takes or self._has(out):
@@ -179,14 +193,24 @@ class _Giving:
 
     __slots__ = ("_cache", "_path", "_taken")
 
-    def __init__(self, cache: Cache, path: str, taken: list[Any]) -> None:
+    def __init__(self, cache: Cache, path: str, taken: list[Any] | None) -> None:
         self._cache = cache
         self._path = path
         self._taken = taken
 
     def __call__(self, value: Any) -> None:
+        cache = self._cache
+        is_tensor = type(value) is torch.Tensor
+        if is_tensor and cache.is_simple and not value.requires_grad and value.is_cpu:
+            entry = _new_tuple(Entry, (value.clone(), None))
+            entries = cache.entries.get(self._path)
+            if entries is None:
+                cache.entries[self._path] = [entry]
+            else:
+                entries.append(entry)
+            return
         # A module that calls itself gives the inner output first.
-        self._cache.add(self._path, value, self._taken.pop() if self._taken else None)
+        cache.add(self._path, value, self._taken.pop() if self._taken else None)
 
 
 @final

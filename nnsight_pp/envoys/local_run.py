@@ -104,8 +104,9 @@ class LocalForest(Forest):
         assert self._start is not None
         root = self._start.root
         cache = Cache(root, worker, modules, dict(options))
+        add = self._turns.observers.add
         for location, observe in cache.observers():
-            self._turns.observers.add(location, observe, worker)
+            add(location, observe, worker)
         return cache.view()
 
     def run(
@@ -167,12 +168,12 @@ class LocalForest(Forest):
         finally:
             self.gate.close()
             failed, turns.failed = turns.failed, None
+            turns.observers.at.clear()
             for worker in workers:
                 turns.drop(worker.request)
                 worker.let_go()
             if not is_over:
                 _unwound(workers)
-            turns.observers.at.clear()
             turns.asks.surface = None
             self._turns = self._start = self.open_asks = None
             self.named = {}

@@ -130,6 +130,8 @@ def _first_parameter(module: torch.nn.Module) -> torch.nn.Parameter | None:
         if parameter is not None:
             return parameter
     for child in module._modules.values():
-        if child is not None and (found := _first_parameter(child)) is not None:
-            return found
+        if child is not None and (child._parameters or child._modules):
+            found = _first_parameter(child)
+            if found is not None:
+                return found
     return None

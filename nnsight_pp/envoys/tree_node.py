@@ -251,11 +251,19 @@ class TreeNode:
 
     def nodes(self) -> Iterator[Any]:
         """Yield this node and all below it, each once, children before parents."""
+        found: list[Any] = []
+        self._gather(found)
+        return iter(found)
+
+    def _gather(self, found: list[Any]) -> None:
         for child in dict.fromkeys(self._children.values()):
             # Not what this is a second place of. An edited copy has the children of its original.
             if child._path.rpartition(".")[0] == self._path:
-                yield from child.nodes()
-        yield self
+                if child._children:
+                    child._gather(found)
+                else:
+                    found.append(child)
+        found.append(self)
 
     def modules(
         self, include_fn: Callable[[Any], bool] | None = None, *, names: bool = False

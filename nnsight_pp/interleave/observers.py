@@ -27,7 +27,11 @@ class Observers:
 
     def add(self, location: Location, call: Callable[[Any], None], worker: Worker) -> None:
         """Let ``call`` see each value of ``location``, for ``worker``, after every edit."""
-        self.at.setdefault(location, []).append((worker, call))
+        known = self.at.get(location)
+        if known is None:
+            self.at[location] = [(worker, call)]
+        else:
+            known.append((worker, call))
 
     def show(self, location: Location, value: Any, joiner: Joiner | None) -> None:
         """Let those who observe ``location`` see ``value``, whole, or the error in its place."""
