@@ -258,7 +258,7 @@ class GlooLink:
 
     def _reply(self, peer: GlooPeer, ticket: int, answer: Answer) -> None:
         if peer.failure is None:
-            peer.send(_ANSWER, lambda: self._encoded(ticket, answer))
+            peer.answer(_ANSWER, lambda: self._encoded(ticket, answer))
 
     def _encoded(self, ticket: int, answer: Answer) -> tuple[bytes, list[torch.Tensor]]:
         if answer.kind != "value":

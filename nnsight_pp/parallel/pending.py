@@ -40,7 +40,7 @@ class PendingAnswer:
     __slots__ = (
         "_answer",
         "_bound_s",
-        "_done",
+        "_coming",
         "_location",
         "_owner",
         "_ran",
@@ -65,33 +65,38 @@ class PendingAnswer:
         self._bound_s = bound_s
         self._ran = ran
         self._report = report
-        self._done = threading.Event()
+        # Held until the answer is here. An `Event` does the same in several times the steps.
+        self._coming = threading.Lock()
+        self._coming.acquire()
         self._answer: Answer | None = None
         self.waited_s = 0.0
         self.bytes_received = 0
 
     def resolve(self, answer: Answer, num_bytes: int = 0) -> None:
         """Give the answer, which came as ``num_bytes``. Called once, from any thread."""
-        self._answer = answer
         self.bytes_received = num_bytes
-        self._done.set()
+        self._answer = answer
+        self._coming.release()
 
     def answer_within(self, bound_s: float) -> Answer | None:
         """Return the answer, or None where it does not come within ``bound_s``."""
-        return self._answer if self._done.wait(max(0.0, bound_s)) else None
+        # Only one thread waits, so whoever finds no answer has not taken the lock either.
+        if self._answer is None:
+            self._coming.acquire(timeout=max(0.0, bound_s))
+        return self._answer
 
     @property
     def is_resolved(self) -> bool:
         """Whether the answer is here."""
-        return self._done.is_set()
+        return self._answer is not None
 
     def wait(self) -> Any:
         """Return the value, or raise what the owner answered. See `protocols.Pending`."""
         start = time.perf_counter()
-        arrived = self._done.wait(self._bound_s)
+        answer = self.answer_within(self._bound_s)
         self.waited_s += time.perf_counter() - start
         visit = Visit(self._location, self._step)
-        if not arrived:
+        if answer is None:
             raise PullTimeoutError(
                 explain(
                     f"Stage {self._owner} did not answer for {visit} within {self._bound_s:g} s.",
@@ -103,8 +108,6 @@ class PendingAnswer:
                     ran=self._ran,
                 )
             )
-        answer = self._answer
-        assert answer is not None
         if answer.kind == "value":
             return answer.value
         if answer.kind == "closed":

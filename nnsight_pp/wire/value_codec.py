@@ -9,10 +9,10 @@ without their autograd graph, and arrive on the CPU; a parameter stays one.
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import struct
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import cloudpickle
 import torch
@@ -24,18 +24,10 @@ _ALIGN = 16
 _LENGTH = struct.Struct("<Q")
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """How one tensor lies in the payload.
-
-    Attributes:
-        is_parameter: None for a plain tensor, else whether the parameter requires grad.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
-    is_parameter: bool | None = None
+# How one tensor lies in the payload: the dtype's name, the shape, the offset, and None for a plain
+# tensor, else whether the parameter requires grad. No class of ours: it is pickled for each pull.
+_Shape: TypeAlias = tuple[str, tuple[int, ...], int, bool | None]
+_DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
 
 class _Writer(cloudpickle.Pickler):
@@ -45,13 +37,8 @@ class _Writer(cloudpickle.Pickler):
         self._index: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
-        # CAUTION: a remote value says that it is a tensor, and moves bytes to do so.
-        if type(obj) not in (torch.Tensor, torch.nn.Parameter):
+        if not _has_elements(obj):
             return None
-        if obj.device.type == "meta":
-            raise pickle.PicklingError("a tensor on the meta device has no elements to send")
-        if obj.layout != torch.strided or obj.is_quantized:
-            return None  # torch's own way
         if id(obj) not in self._index:
             self._index[id(obj)] = len(self.tensors)
             self.tensors.append(obj)
@@ -73,40 +60,58 @@ def encode(value: Any) -> tuple[bytes, list[torch.Tensor]]:
     Raises:
         Exception: Whatever pickling some part of the value raises.
     """
-    file = io.BytesIO()
-    writer = _Writer(file)
-    writer.dump(value)
-    shapes, pieces, offset = [], [], 0
-    for tensor in writer.tensors:
+    # A tensor alone, as most values that cross, needs no pickle of its own: `body` is None.
+    body: bytes | None = None
+    tensors = [value]
+    if not _has_elements(value):
+        file = io.BytesIO()
+        writer = _Writer(file)
+        writer.dump(value)
+        body, tensors = file.getvalue(), writer.tensors
+    shapes: list[_Shape] = []
+    pieces, offset = [], 0
+    for tensor in tensors:
         plain = tensor.detach().cpu().resolve_conj().resolve_neg()
         flat = plain.contiguous().reshape(-1).view(torch.uint8)
         grad = tensor.requires_grad if isinstance(tensor, torch.nn.Parameter) else None
-        shapes.append(_Shape(tensor.dtype, tuple(tensor.shape), offset, grad))
+        shapes.append((str(tensor.dtype), tuple(tensor.shape), offset, grad))
         padding = -len(flat) % _ALIGN
         pieces.append(flat)
         if padding:
             pieces.append(torch.zeros(padding, dtype=torch.uint8))
         offset += len(flat) + padding
-    return pickle.dumps((file.getvalue(), shapes)), pieces
+    return pickle.dumps((body, shapes)), pieces
 
 
 def decode(header: bytes, payload: torch.Tensor) -> Any:
     """Return the value of ``header`` and ``payload`` (``[bytes]`` uint8, kept by its tensors)."""
     body, shapes = pickle.loads(header)
     tensors = [_tensor(shape, payload) for shape in shapes]
-    return _Reader(io.BytesIO(body), tensors).load()
+    return tensors[0] if body is None else _Reader(io.BytesIO(body), tensors).load()
 
 
-def _tensor(shape: _Shape, payload: torch.Tensor) -> torch.Tensor:
-    count = 1
-    for size in shape.shape:
-        count *= size
-    length = count * shape.dtype.itemsize
-    flat = payload[shape.offset : shape.offset + length]
-    tensor = flat.view(shape.dtype).reshape(shape.shape)
-    if shape.is_parameter is None:
+def _has_elements(obj: Any) -> bool:
+    """Whether ``obj`` is a tensor that crosses by its elements, and not in torch's own way.
+
+    Raises:
+        PicklingError: A tensor on the meta device.
+    """
+    # CAUTION: a remote value says that it is a tensor, and moves bytes to do so.
+    if type(obj) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    if obj.is_meta:
+        raise pickle.PicklingError("a tensor on the meta device has no elements to send")
+    return obj.layout == torch.strided and not obj.is_quantized
+
+
+def _tensor(of: _Shape, payload: torch.Tensor) -> torch.Tensor:
+    name, shape, offset, is_parameter = of
+    dtype = _DTYPES[name]
+    length = math.prod(shape) * dtype.itemsize
+    tensor = payload[offset : offset + length].view(dtype).reshape(shape)
+    if is_parameter is None:
         return tensor
-    return torch.nn.Parameter(tensor, requires_grad=shape.is_parameter)
+    return torch.nn.Parameter(tensor, requires_grad=is_parameter)
 
 
 def to_bytes(value: Any) -> bytes:
