@@ -18,7 +18,7 @@ FOLDERS_harness := tests/harness
 FOLDERS_engine := tests/engine tests/examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test lint format fuzz sanitize clean $(addprefix test-,$(TIERS))
+.PHONY: help setup model demo test lint format fuzz matrix sanitize clean $(addprefix test-,$(TIERS))
 
 help:  ## List the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | column -t -s @
@@ -61,6 +61,10 @@ fuzz: model  ## Run FUZZ random programs on one, two and three stages, a fifth o
 	NNSIGHT_PP_FUZZ=$(FUZZ) $(BIN)/pytest tests/harness/test_random_programs.py -o faulthandler_timeout=0
 	NNSIGHT_PP_FUZZ=$$(( $(FUZZ) / 5 )) $(BIN)/pytest tests/engine/test_one_and_two_stages.py -k random \
 		-o faulthandler_timeout=0
+
+# One cell that hangs is ended and the rest goes on; MATRIX_ARGS="--columns local,2" runs less.
+matrix: model  ## Run every block on every backend, alone and beside others; write docs/matrix.md
+	PYTHONPATH=$(CURDIR):tests $(BIN)/python -m matrix $(MATRIX_ARGS)
 
 sanitize: $(READY)  ## Run the extension's tests under AddressSanitizer
 	sh csrc/sanitize.sh $(BIN)/python

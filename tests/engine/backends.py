@@ -185,6 +185,12 @@ class Local:
     def context(self) -> Any:
         return torch.no_grad()
 
+    def assert_idle(self) -> None:
+        """Nothing outlives a run in this process."""
+
+    def close(self) -> None:
+        """Nothing to end."""
+
 
 class Engine:
     """The same model on a vLLM engine."""
@@ -225,6 +231,12 @@ class Engine:
 
     def context(self) -> Any:
         return contextlib.nullcontext()
+
+    def neighbours(self) -> Any:
+        """Return the seven requests that can run beside others, after running each alone."""
+        from engine.neighbours import Neighbours
+
+        return Neighbours(self)
 
     def assert_idle(self) -> None:
         """Fail where a rank has kept anything of a request that is over."""

@@ -11,6 +11,10 @@ from typing import Any
 import torch
 
 
+class ChangedNeighbourError(AssertionError):
+    """A request beside a block got something else than it gets alone."""
+
+
 def assert_same(found: Any, wanted: Any, where: str = "value") -> None:
     """Fail unless ``found`` is ``wanted`` up to the stated tolerance."""
     if isinstance(wanted, torch.Tensor):

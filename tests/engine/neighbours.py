@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from engine.backends import LONGER, PROMPT, SHORT
-from engine.compare import assert_same
+from engine.compare import ChangedNeighbourError, assert_same
 from nnsight_pp.engines.vllm import client
 from nnsight_pp.engines.vllm.batch import Batch, without_block
 from nnsight_pp.engines.vllm.stored_edits import StoredEdits
@@ -136,19 +136,28 @@ class Neighbours:
             runs.append((batch, guests))
             return batch
 
+        error = None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(client, "Batch", joined)
-            yield
-        assert runs, "nothing ran, so nothing ran beside the seven"
+            try:
+                yield
+            except Exception as raised:
+                error = raised
         for batch, guests in runs:
             # A trace that is refused before anything runs, runs none of them.
             if batch.outputs:
                 after = len(guests) - NUM_BEFORE
                 self._check([*batch.outputs[:NUM_BEFORE], *batch.outputs[-after:]], guests)
+        if error is not None:
+            raise error
+        assert runs, "nothing ran, so nothing ran beside the seven"
 
     def _check(self, outputs: list[Any], guests: list[Invocation]) -> None:
         for number, (output, guest) in enumerate(zip(outputs, guests, strict=True), 1):
             tokens, values = self._alone[number - 1]
-            assert _tokens(output) == tokens, f"neighbour {number} got other tokens"
             found = {name: guest.bound.get(name) for name in values}
-            assert_same(found, values, f"neighbour {number}")
+            try:
+                assert _tokens(output) == tokens, f"neighbour {number} got other tokens"
+                assert_same(found, values, f"neighbour {number}")
+            except AssertionError as error:
+                raise ChangedNeighbourError(str(error)) from None
