@@ -6,13 +6,13 @@ import linecache
 import random
 import traceback
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
 from hypothesis import strategies as st
 
-from fakes.drawn_programs import bodies
+from fakes.drawn_programs import bodies, refusal_in
 from fakes.programs import Toy
 from nnsight_pp import VLLM, OutOfOrderError
 
@@ -93,8 +93,26 @@ def programs(draw: st.DrawFn) -> Program:
 _num_run = 0
 
 
-def outcome(program: Program, model: VLLM) -> Any:
-    """Return what a user sees: the values, or the error's class and line, and the warnings."""
+class Outcome(NamedTuple):
+    """What a user sees: the values, or the error's class and line, and the warnings."""
+
+    found: Any
+    warnings: list[str]
+    words: str = ""
+
+    @property
+    def seen(self) -> tuple[Any, list[str]]:
+        """What must be alike on every number of stages: words name the stage."""
+        return self.found, self.warnings
+
+    @property
+    def refusal(self) -> str | None:
+        """Which documented refusal of several stages this is."""
+        return refusal_in(self.found[0], self.words) if self.words else None
+
+
+def outcome(program: Program, model: VLLM) -> Outcome:
+    """Run ``program`` on ``model``."""
     global _num_run
     _num_run += 1
     filename = f"<program {_num_run}>"
@@ -106,6 +124,7 @@ def outcome(program: Program, model: VLLM) -> Any:
     }  # fmt: skip
     exec(compile(text, filename, "exec"), names)
     torch.manual_seed(3)
+    words = ""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -113,7 +132,7 @@ def outcome(program: Program, model: VLLM) -> Any:
         except Exception as error:
             lines = [f.lineno for f in traceback.extract_tb(error.__traceback__)
                      if f.filename == filename]  # fmt: skip
-            found = (type(error).__name__, lines[-1:])
+            found, words = (type(error).__name__, lines[-1:]), f"{error} "
         finally:
             del linecache.cache[filename]
-    return found, [one.category.__name__ for one in caught]
+    return Outcome(found, [one.category.__name__ for one in caught], words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,3 +81,34 @@ def runs(draw: st.DrawFn) -> Run:
         )
         requests.append(request)
     return Run(requests, draw(st.integers(0, 1000)))
+
+
+# What several stages may refuse where one stage runs it, by words of the error. One cause: a
+# stage can answer a call with a later stage's value only when that one is through with the step.
+REFUSALS = {
+    "a value asked for after a call was waited for": "a call that another stage could answer only",
+    "an edit after a call was waited for": "It was edited after the block had waited for",
+}
+# Of all programs. A refusal of what should run would soon show as more.
+MOST_REFUSED = 0.03
+
+
+def refusal_in(error: str, words: str) -> str | None:
+    """Return which documented refusal an error of class ``error`` that says ``words`` is."""
+    if error != "OutOfOrderError":
+        return None
+    plain = " ".join(words.split())
+    return next((name for name, part in REFUSALS.items() if part in plain), None)
+
+
+class Refusals(Counter[str]):
+    """How many programs were refused, by what for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_run = 0
+
+    def assert_few(self) -> None:
+        share = self.total() / max(self.num_run, 1)
+        # Few programs say little about a share.
+        assert share <= MOST_REFUSED or self.total() <= 2, f"{dict(self)} of {self.num_run}"

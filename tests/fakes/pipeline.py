@@ -133,6 +133,8 @@ class Outcome:
     error: tuple[str, int] | None = None
     asked: set[tuple[int, int]] = field(default_factory=set)
     was_held_up: bool = False
+    # What the error says.
+    words: str = ""
     # Of each stage.
     pulls: list[list[PullRecord]] = field(default_factory=list)
 
@@ -382,7 +384,8 @@ class Stage:
             "error": None,
         }
         if worker.error is not None:
-            report["error"] = (worker.is_echo, worker.failed_at, self.number, _place(worker))
+            place, words = _place(worker), str(worker.error)
+            report["error"] = (worker.is_echo, worker.failed_at, self.number, words, place)
         return report
 
 
@@ -576,7 +579,7 @@ def _merge(outcome: Outcome, parts: list[dict[str, Any]]) -> None:
     outcome.pulls = [part["pulls"] for part in sorted(parts, key=lambda part: part["stage"])]
     failures = sorted(part["error"] for part in parts if part["error"] is not None)
     if failures:
-        outcome.error = failures[0][-1]
+        *_, outcome.words, outcome.error = failures[0]
         return
     outcome.asked = {part["asked"] for part in parts}
     assert len(outcome.asked) == 1, f"stages asked for different things: {outcome.asked}"
