@@ -35,3 +35,14 @@ def test_views_stand_on_the_tree_of_the_rank() -> None:
 def test_a_view_of_another_model_is_refused() -> None:
     with pytest.raises(UnknownLocationError, match="of another model"):
         sent({"layers": tree().layers}, tree())
+
+
+def test_a_weight_outside_of_a_block_has_a_shape_and_cannot_be_edited() -> None:
+    root = tree()
+    weight = root.model.norm.weight
+    assert weight.is_meta
+    assert weight.shape == (16,)
+    with pytest.raises(RuntimeError, match="Inplace update"):
+        weight[0] = 1
+    with pytest.raises(RuntimeError, match="Inplace update"):
+        weight *= 2

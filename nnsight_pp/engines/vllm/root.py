@@ -152,8 +152,10 @@ class VLLMTree(StandardNames, Envoy):
     def _attribute_of(self, node: Envoy, name: str, value: Any) -> Any:
         """Give a block a weight as a value of its own: pulled when it is used, never shared."""
         worker = running_worker()
-        if worker is None or not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor):
             return value
+        if worker is None:
+            return _shape_only(value) if value.is_meta else value
         assert worker.turns is not None
         if node.path in self.repacked:
             raise NotSupportedError(
@@ -237,6 +239,15 @@ class VLLMTree(StandardNames, Envoy):
                 return node._module(*args, **kwargs)
         finally:
             gate.serve = serve
+
+
+def _shape_only(value: torch.Tensor) -> torch.Tensor:
+    """Return what a weight looks like outside of a block: torch refuses to edit it.
+
+    Nothing would come of an edit, as the weights are on the ranks.
+    """
+    with torch.inference_mode():
+        return torch.empty_like(value)
 
 
 def _shared_weight(location: Location, where: Where | None) -> NotSupportedError:
