@@ -110,9 +110,9 @@ class Residents:
         """Return what a block gets of a kept tensor."""
         location = Location(PLACE, key)
         if self._stage in stages:
-            proxy = LazyRemoteTensor(OwnConstant(location, self.tensor(key)))
+            proxy = LazyRemoteTensor(OwnConstant(location, self.tensor(key)), _refusal)
         else:
-            proxy = LazyRemoteTensor(_OfOtherStage(location, stages[0]))
+            proxy = LazyRemoteTensor(_OfOtherStage(location, stages[0]), _refusal)
         self._given.append(proxy)
         for step in picks:
             proxy = proxy._child(step)
@@ -169,9 +169,14 @@ class _OfOtherStage:
 
 
 def edited(given: Sequence[LazyRemoteTensor]) -> NotSupportedError | None:
-    """Return the error for a block that has edited one of the kept tensors it was ``given``."""
-    if not any(one._is_edited() for one in given):
-        return None
+    """Return the error for a block that has edited one of the kept tensors it was ``given``.
+
+    An edit is refused at its line, by the proxy or by torch; this is for what neither has seen.
+    """
+    return _refusal() if any(one._is_edited() for one in given) else None
+
+
+def _refusal() -> NotSupportedError:
     return NotSupportedError(
         explain(
             "A value of an earlier trace of the session was edited in place.",
