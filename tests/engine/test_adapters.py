@@ -112,6 +112,31 @@ def test_values_include_the_adapter_of_their_own_request(
     assert model.request_counts() == [0, 0]
 
 
+def test_one_step_holds_requests_with_an_adapter_and_without(
+    model: VLLM, plain: Any, adapter: tuple[Path, Any], tiny_llama_path: Path
+) -> None:
+    """A name shared between the invokes keeps their requests in the same steps."""
+    folder, merged = adapter
+    request = LoRARequest("random", 1, str(folder))
+    layers = list(model.model.layers)
+    with model.trace(temperature=0.0, max_tokens=1) as tracer:
+        with tracer.invoke(PROMPT, lora_request=request):
+            shared = layers[0].mlp.output
+            early_1 = shared.save()
+            late_1 = layers[3].mlp.output.save()
+            logits_1 = model.logits.save()
+        with tracer.invoke(OTHER):
+            early_2 = layers[0].mlp.output.save()
+            both = (early_2[0] + shared[0]).save()
+            late_2 = layers[3].mlp.output.save()
+            logits_2 = model.logits.save()
+    wanted_1 = local_values(merged, tiny_llama_path, PROMPT)
+    wanted_2 = local_values(plain, tiny_llama_path, OTHER)
+    assert_same([early_1, late_1, logits_1], wanted_1, "with the adapter")
+    assert_same([early_2, late_2, logits_2], wanted_2, "without")
+    assert_same(both, wanted_1[0][0] + wanted_2[0][0], "of both")
+
+
 def test_a_call_of_what_an_adapter_may_change_is_refused(model: VLLM) -> None:
     layers = list(model.model.layers)
     with pytest.raises(NotSupportedError, match="LoRA"):

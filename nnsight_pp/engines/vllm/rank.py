@@ -22,6 +22,7 @@ from vllm.tokenizers import get_tokenizer
 
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.engines.vllm import compat
+from nnsight_pp.engines.vllm.adapters import leave_other_rows_alone
 from nnsight_pp.engines.vllm.forward import add_tracing
 from nnsight_pp.engines.vllm.layers import Noted, num_ids_of, repacked, rules_of, weight_rule
 from nnsight_pp.engines.vllm.ledger import Ledger
@@ -93,6 +94,12 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
 
     nnsight_side: RankSide | None = None
     _stages: StageMap
+
+    def load_model(self, **options: Any) -> Any:
+        """Load the model as vLLM does."""
+        if compat.IS_CPU and self.vllm_config.lora_config is not None:
+            leave_other_rows_alone()
+        return super().load_model(**options)
 
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does, then set up tracing. A collective of all ranks."""
