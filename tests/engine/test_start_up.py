@@ -1,6 +1,6 @@
 """How an engine starts and ends: from a script, `python -c` and a notebook, and what is refused.
 
-Each start is a process of its own, with a tiny model on two stages, so this module starts three
+Each start is a process of its own, with a tiny model on two stages, so this module starts four
 engines one after the other. What it watches is processes: see `Watched`.
 """
 
@@ -70,6 +70,10 @@ class Watched:
         assert self.process.poll() is not None, f"not done in {START_BOUND_S} s:\n{out}\n{err}"
         assert self.process.returncode == 0, f"{out}\n{err}"
         return out
+
+    def said(self) -> str:
+        """Return what it printed on stderr."""
+        return self._text(self._err)
 
     def alive(self) -> list[str]:
         return [f"{pid} {command_of(pid)}" for pid, start in self.seen if start_of(pid) == start]
@@ -184,6 +188,16 @@ def test_leaving_without_close_ends_the_engine_of_a_python_c(
     program = run("-c", COMMAND, str(tiny_llama_path))
     assert program.finish().strip() == "[3, 128]"
     assert len(program.seen) >= 2
+    assert program.left() == []
+
+
+def test_a_stage_that_cannot_be_set_up_ends_the_start(
+    run: Callable[..., Watched], tiny_llama_path: Path
+):
+    """The other stage waits for it in a collective."""
+    program = run(str(SCRIPTS / "broken_rank.py"), str(tiny_llama_path))
+    assert "The engine did not start" in program.finish()
+    assert "no forward on this stage" in program.said()
     assert program.left() == []
 
 

@@ -93,7 +93,7 @@ class TracingRunner:
         except Exception as error:
             group = self.nnsight_group
             if group is not None and not group.have_all_failed(repr(error)):
-                _end_of_rank(error)
+                end_of_rank("the model failed on one tensor-parallel rank alone", error)
             side.model_failed(error)
             return forward(*spare[0], **spare[1])
         finally:
@@ -128,12 +128,12 @@ class TracingRunner:
         return output
 
 
-def _end_of_rank(error: Exception) -> NoReturn:
-    """End this process, and so the engine: the model has failed on some ranks of a layer only.
+def end_of_rank(what: str, error: Exception) -> NoReturn:
+    """End this process, and so the engine: ``what`` failed on this rank, and maybe on it alone.
 
     The others wait in a collective for this one. An exception would leave them there.
     """
-    log.critical("the model failed on one tensor-parallel rank alone", exc_info=error)
+    log.critical(what, exc_info=error)
     logging.shutdown()
     os._exit(1)
 

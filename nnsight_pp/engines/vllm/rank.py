@@ -23,7 +23,7 @@ from vllm.tokenizers import get_tokenizer
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.adapters import leave_other_rows_alone
-from nnsight_pp.engines.vllm.forward import add_tracing
+from nnsight_pp.engines.vllm.forward import add_tracing, end_of_rank
 from nnsight_pp.engines.vllm.layers import Noted, num_ids_of, repacked, rules_of, weight_rule
 from nnsight_pp.engines.vllm.ledger import Ledger
 from nnsight_pp.engines.vllm.names_trial import NamesTrial
@@ -104,7 +104,12 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
     def compile_or_warm_up_model(self) -> Any:
         """Warm up as vLLM does, then set up tracing. A collective of all ranks."""
         times = super().compile_or_warm_up_model()
-        self._set_up_tracing()
+        try:
+            self._set_up_tracing()
+        except Exception as error:
+            if self.vllm_config.parallel_config.world_size > 1:
+                end_of_rank("tracing could not be set up on this rank", error)
+            raise
         return times
 
     def _set_up_tracing(self) -> None:
