@@ -4,6 +4,7 @@ PYTHON ?= python3
 EXTRAS ?= cpu,hf,dev
 PYTEST_ARGS ?=
 FUZZ ?= 2000
+SOAK ?= 2000
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +19,7 @@ FOLDERS_harness := tests/harness
 FOLDERS_engine := tests/engine tests/examples
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test lint format fuzz matrix sanitize clean $(addprefix test-,$(TIERS))
+.PHONY: help setup model demo test lint format fuzz matrix soak sanitize clean $(addprefix test-,$(TIERS))
 
 help:  ## List the commands
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1@\2/p' $(MAKEFILE_LIST) | column -t -s @
@@ -65,6 +66,9 @@ fuzz: model  ## Run FUZZ random programs on one, two and three stages, a fifth o
 # One cell that hangs is ended and the rest goes on; MATRIX_ARGS="--columns local,2" runs less.
 matrix: model  ## Run every block on every backend, alone and beside others; write docs/matrix.md
 	PYTHONPATH=$(CURDIR):tests $(BIN)/python -m matrix $(MATRIX_ARGS)
+
+soak: model  ## Run SOAK requests of mixed kinds on two stages, and fail where anything grows
+	PYTHONPATH=$(CURDIR):tests $(BIN)/python -m soak --requests $(SOAK)
 
 sanitize: $(READY)  ## Run the extension's tests under AddressSanitizer
 	sh csrc/sanitize.sh $(BIN)/python

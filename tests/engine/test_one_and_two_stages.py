@@ -18,6 +18,7 @@ from engine.odd_blocks import ODD
 from engine.written_programs import Program, outcome, programs
 from fakes.drawn_programs import Refusals
 from nnsight_pp import VLLM
+from soak.runs import Soak, wanted_from
 
 CHOSEN = os.environ.get("NNSIGHT_PP_FUZZ")
 
@@ -82,3 +83,11 @@ def test_random_programs_give_the_same(engines: Engines) -> None:
 
     agree()
     refusals.assert_few()
+
+
+def test_many_requests_of_mixed_kinds_leave_nothing(engines: Engines) -> None:
+    """`make soak` runs more, and looks at memory, files and threads."""
+    one, two = engines
+    soak = Soak(two, wanted_from(one))
+    soak.run(60)
+    assert len(soak.counts) > 10
