@@ -13,6 +13,7 @@ import sysconfig
 from pathlib import Path
 
 NNSIGHT = "nnsight==0.8.1"
+LENS = "vllm-lens==1.3.0"
 
 
 class PeerMissingError(Exception):
@@ -25,8 +26,10 @@ def cache_root() -> Path:
     return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "nnsight_pp"
 
 
-def peer_python(requirement: str) -> Path:
+def peer_python(requirement: str, *, alone: bool = False) -> Path:
     """Return an interpreter that has ``requirement``, installing it if it is not there yet.
+
+    With ``alone`` nothing comes along that it asks for: a plugin of vLLM would bring another vLLM.
 
     Raises:
         PeerMissingError: pip could not install it.
@@ -44,8 +47,9 @@ def peer_python(requirement: str) -> Path:
     _run(sys.executable, "-m", "venv", "--clear", str(folder))
     packages = folder / "lib" / f"python{version}" / "site-packages"
     (packages / "shared.pth").write_text(own + "\n")
-    _run(str(python), "-m", "pip", "install", "--quiet", requirement)
-    _run(str(python), "-c", f"import {requirement.partition('==')[0]}")
+    pip = (str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    _run(*pip, *(["--no-deps"] if alone else []), requirement)
+    _run(str(python), "-c", f"import {requirement.partition('==')[0].replace('-', '_')}")
     ready.write_text(own)
     return python
 

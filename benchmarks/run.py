@@ -23,7 +23,7 @@ from benchmarks.findings import Found, as_json, markdown, read_json
 from benchmarks.timing import cpu_name, environment, versions
 
 RESULTS = Path(__file__).parent / "results"
-SUITES = ("equivalence", "path", "local", "thread_state", "tensor")
+SUITES = ("equivalence", "cost", "idle", "path", "local", "thread_state", "tensor")
 
 
 def last_ratios(name: str) -> dict[str, float]:

@@ -1,0 +1,179 @@
+"""A contender in a process of its own, which does one thing for each line that it is sent.
+
+    python -m benchmarks.contender_process CONTENDER ARGUMENTS
+
+`Contender` is the side that asks. `in_turns` asks several for the same, back to back and in an
+order that turns round each time, so that what else the machine does disturbs all alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# Ranks that have just worked still poll for their next step, and would share the other's cores.
+SETTLE_S = 0.3
+
+
+class ContenderError(Exception):
+    """A contender's process has ended, or what it was asked for has failed there."""
+
+
+class Contender:
+    """A contender that is up.
+
+    Args:
+        kind: Of `contenders.CONTENDERS`.
+        arguments: What it is made with.
+        python: The interpreter.
+        environment: What is set beside this process's own.
+
+    Attributes:
+        start_s: From the start of the process until it takes work.
+        seconds: All of that but for what Python takes to import the libraries.
+
+    Raises:
+        ContenderError: It did not start.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        arguments: dict[str, Any],
+        *,
+        python: str = sys.executable,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        started = time.perf_counter()
+        self._process = subprocess.Popen(
+            [python, "-m", "benchmarks.contender_process", kind, json.dumps(arguments)],
+            cwd=ROOT,
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.seconds = float(self._answer()["s"])
+        self.start_s = time.perf_counter() - started
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise ContenderError(f"the process has ended with {self._process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ContenderError(answer["error"])
+        return answer
+
+    def ask(self, method: str, *args: Any) -> dict[str, Any]:
+        """Return what a method of the contender answers; ``cannot`` says why it does not.
+
+        Raises:
+            ContenderError: It has failed.
+        """
+        assert self._process.stdin is not None
+        print(json.dumps([method, args]), file=self._process.stdin, flush=True)
+        return self._answer()
+
+    def close(self) -> None:
+        """Let it end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+def in_turns(
+    contenders: dict[str, Contender], rounds: int, method: str, args: Any, *, settle_s: float
+) -> dict[str, list[dict[str, Any]]]:
+    """Return ``rounds`` answers of each contender; one that cannot is left out, and named.
+
+    Args:
+        contenders: By name.
+        rounds: How many answers.
+        method: What they are asked for.
+        args: Given the number of the round, the arguments.
+        settle_s: How long to wait before each, so that the ranks of the one before rest.
+    """
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        names = list(found)
+        for name in names if number % 2 == 0 else reversed(names):
+            time.sleep(settle_s)
+            answer = contenders[name].ask(method, *args(number))
+            if "cannot" in answer:
+                del found[name]
+                print(f"      {name} cannot: {answer['cannot']}", file=sys.stderr)
+            else:
+                found[name].append(answer)
+    return found
+
+
+# ------------------------------------------------------------------------- the other side
+
+
+def peak_bytes() -> list[int]:
+    """Return the peak resident memory of this process and all below it, largest first.
+
+    Source: proc(5), `VmHWM` in /proc/PID/status.
+    """
+    import psutil
+
+    found = []
+    own = psutil.Process()
+    for process in [own, *own.children(recursive=True)]:
+        try:
+            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        except OSError:  # it has ended in between
+            continue
+        found += [int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM")]
+    return sorted(found, reverse=True)
+
+
+def serve(kind: str, arguments: dict[str, Any]) -> None:
+    """Answer until the input ends."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what others print is no answer
+
+    def answer(what: Any) -> None:
+        print(json.dumps(what), file=answers, flush=True)
+
+    from benchmarks.contenders import CONTENDERS, CannotError
+    from benchmarks.loads import Load
+
+    if kind in ("ours", "plain"):
+        import vllm  # noqa: F401 - so that its import is not counted as a start
+    started = time.perf_counter()
+    try:
+        contender: Any = CONTENDERS[kind](arguments)
+    except Exception as error:
+        answer({"error": f"{type(error).__name__}: {error}"})
+        return
+    answer({"s": time.perf_counter() - started})
+    for line in sys.stdin:
+        method, args = json.loads(line)
+        try:
+            if method == "peak_bytes":
+                answer({"peak_bytes": peak_bytes()})
+            elif method == "run":
+                answer(contender.run(Load(*args[0]), args[1]))
+            else:
+                answer(getattr(contender, method)(*args))
+        except CannotError as error:
+            answer({"cannot": str(error)})
+        except Exception as error:
+            answer({"error": f"{type(error).__name__}: {error}"})
+    contender.close()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1], json.loads(sys.argv[2]))
