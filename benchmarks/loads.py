@@ -66,8 +66,11 @@ class Load(NamedTuple):
         }[self.layers]
 
     def prompts(self, number: int) -> list[str]:
-        """Return the prompts of one sample: no two are alike, so no cache knows them."""
-        drawn = random.Random(number)
+        """Return the prompts of one sample, alike for all contenders and unlike all others.
+
+        So no engine finds them in its cache.
+        """
+        drawn = random.Random(f"{self.name} {number}")
         one = [" ".join(drawn.choices(WORDS, k=self.length)) for _ in range(self.num_prompts)]
         return [f"{text[0].upper()}{text[1:]}" for text in one]
 
