@@ -8,10 +8,8 @@ the same bytes back. Codecs are timed beside a copy of the same bytes in memory.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +22,7 @@ import torch.distributed as dist
 
 from benchmarks.findings import Finding, main
 from benchmarks.timing import difference_us
+from benchmarks.two_processes import samples_of_two
 from nnsight_pp.core.ask import AskKey
 from nnsight_pp.core.block import Block
 from nnsight_pp.core.location import Location
@@ -167,24 +166,7 @@ def _reports(rounds: int, sizes: tuple[str, ...]) -> list[Finding]:
 
 
 def _pulls(rounds: int) -> list[Finding]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_rank, args=(rank, f"{folder}/store", theirs, rounds))
-            for rank in (0, 1)
-        ]
-        for rank in ranks:
-            rank.start()
-        try:
-            samples = ours.recv() if ours.poll(120) else None
-        finally:
-            for rank in ranks:
-                rank.join(20)
-                if rank.is_alive():
-                    rank.kill()
-    if samples is None:
-        raise RuntimeError("the two ranks did not answer within 120 s")
+    samples = samples_of_two(_rank, rounds)
     return [
         Finding(f"pull_{size}", f"pull {size}", *samples[size], "gloo: a message there, it back")
         for size in SIZES

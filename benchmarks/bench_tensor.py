@@ -9,7 +9,6 @@ Qwen2, ours and plain vLLM with the same arguments, in turns. Needs `make model`
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
 import tempfile
@@ -22,15 +21,17 @@ from typing import Any
 
 import torch
 
-from benchmarks import bench_idle
+from benchmarks.contender_process import SETTLE_S, Contender, in_turns
+from benchmarks.engine_arguments import engine_arguments
 from benchmarks.findings import Finding, main
+from benchmarks.loads import Load
 from benchmarks.local_models import SMOLLM2
+from benchmarks.two_processes import samples_of_two
 
 # Rows of a decoding batch, and of a prompt; columns of q, k and v of a small model.
 ROWS = (1, 64)
 QUERY, SHARED = 576, 192
 NUM_READS = 50
-BOUND_S = 120
 
 
 def findings(*, quick: bool) -> list[Finding]:
@@ -42,24 +43,7 @@ def findings(*, quick: bool) -> list[Finding]:
 
 
 def _reads(rounds: int) -> list[Finding]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    with tempfile.TemporaryDirectory() as folder:
-        ranks = [
-            context.Process(target=_rank, args=(rank, f"{folder}/store", theirs, rounds))
-            for rank in (0, 1)
-        ]
-        for rank in ranks:
-            rank.start()
-        try:
-            samples = ours.recv() if ours.poll(BOUND_S) else None
-        finally:
-            for rank in ranks:
-                rank.join(20)
-                if rank.is_alive():
-                    rank.kill()
-    if samples is None:
-        raise RuntimeError(f"the two ranks did not answer within {BOUND_S} s")
+    samples = samples_of_two(_rank, rounds)
     return [
         Finding(
             f"joined_read_{rows}",
@@ -164,32 +148,28 @@ def _samples(rows: int, rounds: int) -> tuple[list[float], list[float]]:
 
 def _untouched(num_pairs: int) -> list[Finding]:
     with tempfile.TemporaryDirectory() as folder:
-        arguments = {
-            "repo_or_path": str(_random_qwen2(Path(folder) / "qwen2")),
-            "tensor_parallel_size": 2,
-            "dtype": "float32",
-            "max_model_len": 256,
-            "kv_cache_memory_bytes": 64 << 20,
-            "enforce_eager": True,
-        }
-        plain = bench_idle.Engine("plain", arguments)
-        ours = bench_idle.Engine("ours", arguments)
+        made = _random_qwen2(Path(folder) / "qwen2")
+        ours, plain = engine_arguments(made, tp=2, longest=256)
+        pair = {"ours": Contender("ours", ours)}
         try:
-            return [_generated(ours, plain, count, num_pairs) for count in (1, 16)]
+            pair["plain"] = Contender("plain", plain)
+            return [_generated(pair, count, num_pairs) for count in (1, 16)]
         finally:
-            ours.close()
-            plain.close()
+            for one in pair.values():
+                one.close()
 
 
-def _generated(ours: Any, plain: Any, count: int, num_pairs: int) -> Finding:
-    doing = ("generate", count)
-    bench_idle.in_turns(ours, plain, 2, doing, doing)
-    pairs = bench_idle.in_turns(ours, plain, num_pairs, doing, doing)
+def _generated(pair: dict[str, Contender], count: int, num_pairs: int) -> Finding:
+    load = Load("untraced", count)
+    for number in (-1, -2):
+        for one in pair.values():
+            one.ask("run", load, number)
+    got = in_turns(pair, num_pairs, "run", lambda number: (load, number), settle_s=SETTLE_S)
     return Finding(
         f"untouched_tp_{count}",
-        f"{bench_idle.NUM_TOKENS} tokens of {count} requests without a block, on 2 ranks",
-        [1e6 * one for one, _ in pairs],
-        [1e6 * other for _, other in pairs],
+        f"{load.tokens} tokens of {count} requests without a block, on 2 ranks",
+        [1e6 * one["s"] for one in got["ours"]],
+        [1e6 * one["s"] for one in got["plain"]],
         "plain vLLM on 2 ranks",
     )
 
