@@ -182,7 +182,7 @@ class GlooLink:
         self._silent.add(owner)
         own = self._stage, self._own.standing(request)
         wait = f"waits for {visit} of stage {owner}"
-        return report(self, request, own, self._peers, wait)
+        return report(self.pull, request, own, self._peers, wait)
 
     def let_go(self, request: str, owner: int, asks: Sequence[tuple[int, int | None]]) -> None:
         """See `core.protocols.Link`."""

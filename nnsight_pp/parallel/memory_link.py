@@ -158,7 +158,7 @@ class MemoryLink:
 
     def _late(self, request: str, wait: str) -> str:
         peers = [one for one in range(len(self._fabric.publications)) if one != self._stage]
-        return report(self, request, (self._stage, self._own.standing(request)), peers, wait)
+        return report(self.pull, request, (self._stage, self._own.standing(request)), peers, wait)
 
     def let_go(self, request: str, owner: int, asks: Sequence[tuple[int, int | None]]) -> None:
         """See `core.protocols.Link`."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from nnsight_pp.core.ask import AskKey
 from nnsight_pp.core.location import Location
 from nnsight_pp.core.standing import Standing, grid
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from nnsight_pp.parallel.pending import PendingAnswer
 
@@ -24,25 +24,17 @@ _BOUND_S = 2.0
 _STANDING = Location("", "standing")
 
 
-class _Link(Protocol):
-    def pull(
-        self,
-        key: AskKey,
-        owner: int,
-        location: Location,
-        step: int,
-        picks: Sequence[object],
-        kind: str = "value",
-    ) -> PendingAnswer: ...
-
-
 def report(
-    link: _Link, request: str, own: tuple[int, Standing | None], peers: Iterable[int], wait: str
+    pull: Callable[..., PendingAnswer],
+    request: str,
+    own: tuple[int, Standing | None],
+    peers: Iterable[int],
+    wait: str,
 ) -> str:
     """Return how far the stages are with ``request``, as a table.
 
     Args:
-        link: The link of the stage whose wait has run out of time.
+        pull: That of the link of the stage whose wait has run out of time.
         request: What it is about.
         own: That stage, and how far it is.
         peers: The other stages.
@@ -53,7 +45,7 @@ def report(
         mine = Standing(-1, -1, 0, "")
     standings: dict[int, Standing | None] = {stage: replace(mine, doing=wait)}
     key = AskKey(request, -1)
-    asked = {peer: link.pull(key, peer, _STANDING, 0, (), "standing") for peer in peers}
+    asked = {peer: pull(key, peer, _STANDING, 0, (), "standing") for peer in peers}
     deadline = time.monotonic() + _BOUND_S
     for peer, pending in asked.items():
         answer = pending.answer_within(deadline - time.monotonic())

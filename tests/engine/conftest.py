@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.backends import Engine, Local
+from engine.neighbours import Neighbours
 from engine.table import BLOCKS
 
 
@@ -40,3 +41,9 @@ def engine(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[Engin
         yield engine
     finally:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def neighbours(engine: Engine) -> Neighbours:
+    """Seven other requests for that engine."""
+    return Neighbours(engine)

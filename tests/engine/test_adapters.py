@@ -2,59 +2,33 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from vllm.lora.request import LoRARequest
 
 from engine.compare import assert_same
+from engine.lora_models import plain_model, with_random_adapter
 from nnsight_pp import VLLM, NNsight, NotSupportedError
 
-RANK, ALPHA = 4, 8
 PROMPT, OTHER = "one two three four", "a small river runs"
-TARGETS = {"q_proj": ("self_attn", 128, 128), "down_proj": ("mlp", 128, 256)}
+TARGETS = {"q_proj": "self_attn", "down_proj": "mlp"}
 
 
 @pytest.fixture(scope="module")
 def plain(tiny_llama_path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(tiny_llama_path, dtype=torch.float32).eval()
+    return plain_model(tiny_llama_path)
 
 
 @pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory, plain: Any) -> Iterator[tuple[Path, Any]]:
+def adapter(tmp_path_factory: pytest.TempPathFactory, plain: Any) -> tuple[Path, Any]:
     """A random adapter's folder, and the model with the adapter merged into its weights."""
     folder = tmp_path_factory.mktemp("adapter")
-    merged = copy.deepcopy(plain)
-    weights = {}
-    generator = torch.Generator().manual_seed(5)
-    for index, layer in enumerate(merged.model.layers):
-        for name, (parent, size_out, size_in) in TARGETS.items():
-            first = torch.randn(RANK, size_in, generator=generator) * 0.1
-            second = torch.randn(size_out, RANK, generator=generator) * 0.1
-            path = f"base_model.model.model.layers.{index}.{parent}.{name}"
-            weights[f"{path}.lora_A.weight"], weights[f"{path}.lora_B.weight"] = first, second
-            with torch.no_grad():
-                getattr(getattr(layer, parent), name).weight += ALPHA / RANK * second @ first
-    save_file(weights, folder / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "r": RANK,
-        "lora_alpha": ALPHA,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": list(TARGETS),
-        "base_model_name_or_path": "tiny",
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder, merged
+    return folder, with_random_adapter(plain, folder, TARGETS, alpha=8, seed=5)
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +58,25 @@ def local_values(module: Any, path: Path, prompt: str) -> list[torch.Tensor]:
     return [early, late, logits]
 
 
+@pytest.fixture(scope="module")
+def wanted(
+    plain: Any, adapter: tuple[Path, Any], tiny_llama_path: Path
+) -> dict[str, list[torch.Tensor]]:
+    """What this process gives: the adapter is for the first prompt only."""
+    return {
+        PROMPT: local_values(adapter[1], tiny_llama_path, PROMPT),
+        OTHER: local_values(plain, tiny_llama_path, OTHER),
+    }
+
+
 def test_values_include_the_adapter_of_their_own_request(
-    model: VLLM, plain: Any, adapter: tuple[Path, Any], tiny_llama_path: Path
+    model: VLLM,
+    plain: Any,
+    adapter: tuple[Path, Any],
+    wanted: dict[str, list[torch.Tensor]],
+    tiny_llama_path: Path,
 ) -> None:
-    folder, merged = adapter
+    folder, _ = adapter
     request = LoRARequest("random", 1, str(folder))
     layers = list(model.model.layers)
     with model.trace(temperature=0.0, max_tokens=1) as tracer:
@@ -99,12 +88,10 @@ def test_values_include_the_adapter_of_their_own_request(
             early_2 = layers[0].mlp.output.save()
             late_2 = layers[3].mlp.output.save()
             logits_2 = model.logits.save()
-    wanted_1 = local_values(merged, tiny_llama_path, PROMPT)
-    wanted_2 = local_values(plain, tiny_llama_path, OTHER)
-    assert_same([early_1, late_1, logits_1], wanted_1, "with the adapter")
-    assert_same([early_2, late_2, logits_2], wanted_2, "without")
+    assert_same([early_1, late_1, logits_1], wanted[PROMPT], "with the adapter")
+    assert_same([early_2, late_2, logits_2], wanted[OTHER], "without")
     without = local_values(plain, tiny_llama_path, PROMPT)
-    assert (wanted_1[2] - without[2]).abs().max() > 0.1, "the adapter changes nothing"
+    assert (wanted[PROMPT][2] - without[2]).abs().max() > 0.1, "the adapter changes nothing"
     with model.trace(PROMPT, lora_request=request, temperature=0.0, max_tokens=3) as tracer:
         layers[3].mlp.output[-1] += 1.0
         out = tracer.result.save()
@@ -113,10 +100,10 @@ def test_values_include_the_adapter_of_their_own_request(
 
 
 def test_one_step_holds_requests_with_an_adapter_and_without(
-    model: VLLM, plain: Any, adapter: tuple[Path, Any], tiny_llama_path: Path
+    model: VLLM, adapter: tuple[Path, Any], wanted: dict[str, list[torch.Tensor]]
 ) -> None:
     """A name shared between the invokes keeps their requests in the same steps."""
-    folder, merged = adapter
+    folder, _ = adapter
     request = LoRARequest("random", 1, str(folder))
     layers = list(model.model.layers)
     with model.trace(temperature=0.0, max_tokens=1) as tracer:
@@ -130,11 +117,9 @@ def test_one_step_holds_requests_with_an_adapter_and_without(
             both = (early_2[0] + shared[0]).save()
             late_2 = layers[3].mlp.output.save()
             logits_2 = model.logits.save()
-    wanted_1 = local_values(merged, tiny_llama_path, PROMPT)
-    wanted_2 = local_values(plain, tiny_llama_path, OTHER)
-    assert_same([early_1, late_1, logits_1], wanted_1, "with the adapter")
-    assert_same([early_2, late_2, logits_2], wanted_2, "without")
-    assert_same(both, wanted_1[0][0] + wanted_2[0][0], "of both")
+    assert_same([early_1, late_1, logits_1], wanted[PROMPT], "with the adapter")
+    assert_same([early_2, late_2, logits_2], wanted[OTHER], "without")
+    assert_same(both, wanted[PROMPT][0][0] + wanted[OTHER][0][0], "of both")
 
 
 def test_a_call_of_what_an_adapter_may_change_is_refused(model: VLLM) -> None:

@@ -6,21 +6,18 @@ new ones each time: `NNSIGHT_PP_FUZZ` says how many.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 
 from engine.compare import assert_same
 from engine.odd_blocks import ODD
 from engine.written_programs import Program, outcome, programs
-from fakes.drawn_programs import Refusals
+from fakes.drawn_programs import Refusals, programs_to_run
 from nnsight_pp import VLLM
 from soak.runs import Soak, wanted_from
-
-CHOSEN = os.environ.get("NNSIGHT_PP_FUZZ")
 
 
 class Engines(list[VLLM]):
@@ -63,15 +60,7 @@ def test_an_odd_block_gives_the_same(name: str, engines: Engines) -> None:
 def test_random_programs_give_the_same(engines: Engines) -> None:
     refusals = Refusals()
 
-    @settings(
-        max_examples=int(CHOSEN or 60),
-        deadline=None,
-        derandomize=CHOSEN is None,
-        database=None,
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink),
-    )
+    @programs_to_run(60)
     @given(program=programs())
     def agree(program: Program) -> None:
         one, two = (outcome(program, model) for model in engines)

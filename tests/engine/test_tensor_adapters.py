@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from vllm.lora.request import LoRARequest
 
 from engine.compare import assert_same
+from engine.lora_models import RANK, plain_model, with_random_adapter
 from nnsight_pp import VLLM, NNsight
 
-RANK = 4
 PROMPT, OTHER = "one two three four", "a small river runs"
 HEAD = 32
 # What an adapter is added to: columns of a fused layer, and both row-parallel layers.
@@ -26,29 +23,14 @@ TARGETS = {"q_proj": "self_attn", "o_proj": "self_attn", "up_proj": "mlp", "down
 
 @pytest.fixture(scope="module")
 def plain(tiny_llama_path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(tiny_llama_path, dtype=torch.float32).eval()
+    return plain_model(tiny_llama_path)
 
 
 @pytest.fixture(scope="module")
 def adapted(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoRARequest, Any]:
     """A request for a random adapter, and the model with the adapter in its weights."""
     folder = tmp_path_factory.mktemp("adapter")
-    merged = copy.deepcopy(plain)
-    weights: dict[str, torch.Tensor] = {}
-    random = torch.Generator().manual_seed(7)
-    for index, layer in enumerate(merged.model.layers):
-        for name, parent in TARGETS.items():
-            whole = getattr(getattr(layer, parent), name).weight
-            first = torch.randn(RANK, whole.shape[1], generator=random) * 0.1
-            second = torch.randn(whole.shape[0], RANK, generator=random) * 0.1
-            path = f"base_model.model.model.layers.{index}.{parent}.{name}"
-            weights[f"{path}.lora_A.weight"], weights[f"{path}.lora_B.weight"] = first, second
-            with torch.no_grad():
-                whole += second @ first
-    save_file(weights, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "bias": "none"}
-    config["target_modules"] = list(TARGETS)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
+    merged = with_random_adapter(plain, folder, TARGETS, alpha=RANK, seed=7)
     return LoRARequest("random", 1, str(folder)), merged
 
 

@@ -6,8 +6,8 @@ split, and in two stages of two ranks on a random Qwen2 of its size.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,32 +19,24 @@ from engine.backends import Engine, Local
 from engine.compare import assert_same
 from engine.sharded import SHARDED, WIDE
 from engine.sharded_surface import SURFACE, assert_alike_on_every_rank
-from engine.table import BLOCKS, assert_block_same
+from engine.table import BLOCKS, IS_WHOLE, assert_block_same
 from nnsight_pp import LanguageModel
 
 PIECES = {**SHARDED, **SURFACE}
-needs_matrix = pytest.mark.skipif(
-    os.environ.get("NNSIGHT_PP_MATRIX") != "1", reason="NNSIGHT_PP_MATRIX is not 1"
-)
+needs_matrix = pytest.mark.skipif(not IS_WHOLE, reason="NNSIGHT_PP_MATRIX is not 1")
 
 
 @pytest.fixture(scope="module")
 def wanted(tiny_qwen2_path: Path) -> dict[str, Any]:
     """What each block gives on one rank."""
-    engine = Engine(str(tiny_qwen2_path), 1)
-    try:
+    with closing(Engine(str(tiny_qwen2_path), 1)) as engine:
         return {name: block(engine.model, engine.layers) for name, block in PIECES.items()}
-    finally:
-        engine.close()
 
 
 @pytest.fixture(scope="module")
 def four(tiny_qwen2_path: Path, wanted: dict[str, Any]) -> Iterator[Engine]:
-    engine = Engine(str(tiny_qwen2_path), 2, tp=2)
-    try:
+    with closing(Engine(str(tiny_qwen2_path), 2, tp=2)) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("name", PIECES)
@@ -75,11 +67,8 @@ def test_standard_values_are_the_same_on_every_rank(four: Engine, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def three(smollm2_path: Path) -> Iterator[Engine]:
-    engine = Engine(str(smollm2_path), 1, tp=3)
-    try:
+    with closing(Engine(str(smollm2_path), 1, tp=3)) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 @needs_matrix
@@ -105,11 +94,8 @@ def wide_here(wide: str) -> Local:
 
 @pytest.fixture(scope="module")
 def wide_four(wide: str) -> Iterator[Engine]:
-    engine = Engine(wide, 2, tp=2)
-    try:
+    with closing(Engine(wide, 2, tp=2)) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 @needs_matrix

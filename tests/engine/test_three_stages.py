@@ -10,7 +10,6 @@ import torch
 
 from engine import standard_blocks
 from engine.compare import assert_same
-from engine.neighbours import Neighbours
 from engine.table import BLOCKS, IS_WHOLE
 from nnsight_pp import LanguageModel
 
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine.backends import Engine
+    from engine.neighbours import Neighbours
 
 
 @pytest.mark.parametrize("name", BLOCKS)
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 def test_block(name: str, engine: Engine, reference: Callable[[str], dict[str, Any]]) -> None:
     assert_same(BLOCKS[name](engine), reference(name), name)
     assert set(engine.model.request_counts()) == {0}
-
-
-@pytest.fixture(scope="module")
-def neighbours(engine: Engine) -> Neighbours:
-    return Neighbours(engine)
 
 
 @pytest.mark.skipif(not IS_WHOLE, reason="NNSIGHT_PP_MATRIX is not 1")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from fakes.pipeline import Request
@@ -13,6 +15,23 @@ from fakes.programs import Toy, Writer
 
 # Of a statement: out of order or raising; a call or a weight; a drawn number.
 KINDS = ((0.0, 0.0, 0.0), (0.08, 0.0, 0.0), (0.0, 0.2, 0.0), (0.25, 0.0, 0.0), (0.05, 0.1, 0.2))
+
+
+# How many programs `make fuzz` wants, new ones each time.
+CHOSEN = os.environ.get("NNSIGHT_PP_FUZZ")
+
+
+def programs_to_run(usual: int) -> settings:
+    """Return how a test runs ``usual`` programs, the same ones each time, or those chosen."""
+    return settings(
+        max_examples=int(CHOSEN or usual),
+        deadline=None,
+        derandomize=CHOSEN is None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )
 
 
 class Drawn:

@@ -5,15 +5,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 
-from fakes.drawn_programs import Refusals, Run, refusal_in, runs
+from fakes.drawn_programs import Refusals, Run, programs_to_run, refusal_in, runs
 from fakes.pipeline import Outcome, Pipeline
-
-CHOSEN = os.environ.get("NNSIGHT_PP_FUZZ")
 
 
 def outcomes_of(run: Run, num_stages: int, *, has_calls: bool) -> dict[str, Outcome]:
@@ -29,15 +25,7 @@ def outcomes_of(run: Run, num_stages: int, *, has_calls: bool) -> dict[str, Outc
 def test_random_programs_agree_on_every_number_of_stages():
     refusals = Refusals()
 
-    @settings(
-        max_examples=int(CHOSEN or 300),
-        deadline=None,
-        derandomize=CHOSEN is None,
-        database=None,
-        report_multiple_bugs=False,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate, Phase.shrink),
-    )
+    @programs_to_run(300)
     @given(runs())
     def agree(run: Run) -> None:
         has_calls = any(

@@ -30,9 +30,10 @@ def leave_other_rows_alone() -> None:
         own = getattr(kernels, name)
         if getattr(own, "leaves_rows", False):
             continue
+        repaired = _without_rows(own)
         # The kernels for runs of tokens call these by their module's name, the wrapper by its own.
         for module in (kernels, wrapper):
-            setattr(module, name, _without_rows(own))
+            setattr(module, name, repaired)
 
 
 def _without_rows(expand: Callable[..., None]) -> Callable[..., None]:
