@@ -74,6 +74,11 @@ inline bool is_current(PyObject* greenlet) {
   return current.get() == greenlet;
 }
 
+// Whether this thread has a trace function. Coverage's notes at calls and returns alone which greenlet
+// runs, so with one Python functions must return behind a switch on both sides: none do on the short
+// way, and the lines that come next would be counted for another file.
+inline bool is_traced() { return PyThreadState_Get()->c_tracefunc != nullptr; }
+
 template <class Function>
 PyCFunction as_method(Function function) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));

@@ -145,7 +145,7 @@ void note_raised(PyObject* node) {
 // The getter of a property of nodes. `self` is where a node keeps the location, the getter in Python,
 // and what becomes of a value that is not a plain tensor.
 PyObject* get_value(PyObject* self, PyObject* node) {
-  Kept worker = worker_beside(node);
+  Kept worker = is_traced() ? Kept() : worker_beside(node);
   Kept location(worker ? PyObject_GenericGetAttr(node, PyTuple_GET_ITEM(self, 0)) : nullptr);
   PyErr_Clear();
   if (!location) return PyObject_CallOneArg(PyTuple_GET_ITEM(self, 1), node);

@@ -199,7 +199,7 @@ PyObject* serve(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const Run run(self);
   const Near near(run.state);
   Kept location = Kept::borrowed(args[0]), value = Kept::borrowed(args[1]);
-  if (!is_current(run.driver)) {
+  if (!is_current(run.driver) || is_traced()) {
     return PyObject_CallFunctionObjArgs(run.foreign, location.get(), value.get(), nullptr);
   }
   Kept list = Kept::borrowed(PyDict_GetItemWithError(near.waiting, location.get()));

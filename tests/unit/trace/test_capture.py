@@ -604,6 +604,14 @@ print("after", found)
 """
 
 
+LAST_LINE = """
+import coverage, sys
+data = coverage.CoverageData()
+data.read()
+print(max(data.lines(sys.argv[1])))
+"""
+
+
 @pytest.mark.slow
 def test_coverage_sees_the_lines_of_a_block(tmp_path):
     pytest.importorskip("coverage")
@@ -613,6 +621,9 @@ def test_coverage_sees_the_lines_of_a_block(tmp_path):
     assert done.stdout == "got (1, 2)\nafter 2\n", done.stderr
     report = python("-m", "coverage", "report", "-m", "--include", str(script), cwd=str(tmp_path))
     assert "100%" in report.stdout, report.stdout
+    # Nor are lines of other files taken for lines of this one.
+    last = python("-c", LAST_LINE, str(script), cwd=str(tmp_path))
+    assert int(last.stdout) <= len(script.read_text().splitlines()), last.stdout
 
 
 # ----------------------------------------------------------------------------- several at a time
