@@ -39,8 +39,11 @@ TITLES = {
     "nnsight": NNSIGHT,
 }
 GOALS = {"untraced": 1.01, "one": 1.05, "all": 1.3, "cross": 1.1}
-# Two engines in float32 differ in the last bits.
-MOST_DIFFERENCE = 1e-4
+# The same engine twice, in float32, differs in the last bits. Where another library computed the
+# model, a near tie may also have chosen another token, and all that follows it differs:
+# `bench_equivalence` is the one that compares values.
+MOST_DIFFERENCE = {"ours": 1e-4}
+MOST_DIFFERENCE_ELSEWHERE = 0.25
 
 
 class Shape(NamedTuple):
@@ -174,7 +177,8 @@ def _check(load: Load, answers: dict[str, list[dict[str, Any]]]) -> None:
             raise WrongValuesError(f"{load.title}: the floor has kept nothing")
         for name, got in answers.items():
             other, mean = got[number]["values"]
-            if other != count or abs(mean - size) > MOST_DIFFERENCE * size:
+            most = MOST_DIFFERENCE.get(name, MOST_DIFFERENCE_ELSEWHERE)
+            if other != count or abs(mean - size) > most * size:
                 raise WrongValuesError(
                     f"{load.title}: {TITLES[name]} kept {other} numbers of mean size {mean}, the "
                     f"floor {count} of {size}"

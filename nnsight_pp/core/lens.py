@@ -7,28 +7,17 @@ edits. Which lenses there are is not known here: see `envoys.standard_lens`.
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 import torch
 
+from nnsight_pp.core.counted import EditsCounted
+from nnsight_pp.core.rows import TokenCut
 from nnsight_pp.errors import RowsError, explain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from nnsight_pp.core.location import Location
     from nnsight_pp.core.protocols import Cut
-
-
-@contextlib.contextmanager
-def _edits_counted() -> Iterator[None]:
-    """Leave inference mode, whose tensors do not count their edits."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
 
 
 class Lens(Protocol):
@@ -77,8 +66,11 @@ class LensCut:
 
     def give(self, value: Any) -> torch.Tensor:
         """Return what the lens shows of the request's share of ``value``."""
-        with _edits_counted():
-            return self._lens.read(self._share_of(value), self._cut)
+        cut = self._cut
+        with EditsCounted():
+            # A lens gives a fresh tensor, so what it is read from need not be a copy.
+            share = cut.look(value) if type(cut) is TokenCut else self._share_of(value)
+            return self._lens.read(share, cut)
 
     def marks(self, served: torch.Tensor) -> int:
         """Return what tells an edited tensor from an untouched one."""
@@ -106,7 +98,7 @@ class LensCut:
         if not assigned and served._version == marks and not served.requires_grad:
             return value
         share = self._share_of(value)
-        with _edits_counted():
+        with EditsCounted():
             new = self._lens.write(share, served, self._cut)
         # Without marks the cut cannot tell what was replaced, so it is told.
         return self._cut.put(value, new, self._marks, assigned=self._marks is None)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from nnsight_pp.core.counted import EditsCounted
 from nnsight_pp.core.tree import leaves, map_leaves
 from nnsight_pp.errors import RowsError, explain
 
@@ -212,15 +213,22 @@ class TokenCut:
 
         Cost: one copy of the rows.
         """
-        with torch.inference_mode(False), torch.no_grad():
+        with EditsCounted():
             return map_leaves(value, self._copy)
 
+    def look(self, value: Any) -> Any:
+        """Return what `give` does without a copy, to be read at once and never edited."""
+        return map_leaves(value, self._view)
+
     def _copy(self, leaf: Any) -> Any:
+        return self._view(leaf).clone() if isinstance(leaf, torch.Tensor) else leaf
+
+    def _view(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if self._is_rows(leaf):
-            leaf = leaf.narrow(0, self.rows.start, self.rows.count)
-        return leaf.detach().clone()
+        if leaf.requires_grad:
+            leaf = leaf.detach()
+        return leaf.narrow(0, self.rows.start, self.rows.count) if self._is_rows(leaf) else leaf
 
     def marks(self, served: Any) -> list[tuple[Any, int]]:
         """Return each leaf with its version, to tell edited and replaced ones later."""

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 class Pick(Protocol):
     """Takes one tensor out of a value, and puts another one in its place."""
 
-    def read(self, value: Any) -> torch.Tensor: ...
+    def read(self, value: Any) -> tuple[torch.Tensor, bool]:
+        """Return the tensor, and whether it is a new one, that no edit of it reaches ``value``."""
+        ...
 
     def write(self, value: Any, tensor: torch.Tensor) -> Any: ...
 
@@ -104,18 +106,18 @@ class StandardLens:
 
     def read(self, share: Any, cut: Cut) -> torch.Tensor:
         """Return the tensor, fresh. See `core.lens.Lens`."""
-        tensor = self._pick.read(share)
+        tensor, is_new = self._pick.read(share)
         read = self._layout.read_last if self._is_last else self._layout.read
         rows = read(tensor, cut)
         if self._columns is not None:
             start, count, size, width = self._columns
             _check_width(rows, width)
             rows = rows.narrow(-1, start, count * size).unflatten(-1, (count, size))
-        return rows.clone()
+        return rows if is_new else rows.clone()
 
     def write(self, share: Any, tensor: torch.Tensor, cut: Cut) -> Any:
         """Return ``share`` with ``tensor`` in it. See `core.lens.Lens`."""
-        old = self._pick.read(share)
+        old, _ = self._pick.read(share)
         if self._columns is not None:
             start, count, size, _ = self._columns
             rows = self._layout.read(old, cut)
@@ -145,10 +147,10 @@ class First:
 
     __slots__ = ()
 
-    def read(self, value: Any) -> torch.Tensor:
+    def read(self, value: Any) -> tuple[torch.Tensor, bool]:
         """Return the tensor."""
         parts = children(value)
-        return value if parts is None else parts[0]
+        return value if parts is None else parts[0], False
 
     def write(self, value: Any, tensor: torch.Tensor) -> Any:
         """Return ``value`` with ``tensor`` as its first part."""
@@ -166,10 +168,10 @@ class Pair:
 
     __slots__ = ()
 
-    def read(self, value: Any) -> torch.Tensor:
+    def read(self, value: Any) -> tuple[torch.Tensor, bool]:
         """Return the sum of the two parts."""
         hidden, residual = value
-        return hidden + residual
+        return hidden + residual, True
 
     def write(self, value: Any, tensor: torch.Tensor) -> Any:
         """Return the pair of which ``tensor`` is the sum."""
@@ -199,11 +201,11 @@ class Input:
         self._first = (index, name)
         self._second = second
 
-    def read(self, value: Any) -> torch.Tensor:
+    def read(self, value: Any) -> tuple[torch.Tensor, bool]:
         """Return the argument, or the sum of the two."""
         hidden = _argument(value, self._first)
         residual = None if self._second is None else _argument(value, self._second)
-        return hidden if residual is None else hidden + residual
+        return (hidden, False) if residual is None else (hidden + residual, True)
 
     def write(self, value: Any, tensor: torch.Tensor) -> Any:
         """Return the call's arguments with ``tensor`` for what a read gives."""
@@ -240,10 +242,10 @@ class Logits:
         # A loss may stand before them.
         return next(i for i, part in enumerate(value) if part.dim() == 3)
 
-    def read(self, value: Any) -> torch.Tensor:
+    def read(self, value: Any) -> tuple[torch.Tensor, bool]:
         """Return the logits of every position."""
         parts = children(value)
-        return value if parts is None else parts[self._index(value)]
+        return value if parts is None else parts[self._index(value)], False
 
     def write(self, value: Any, tensor: torch.Tensor) -> Any:
         """Return ``value`` with ``tensor`` for the logits."""

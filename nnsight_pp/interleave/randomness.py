@@ -63,9 +63,9 @@ class Kept(NamedTuple):
     """States of all generators of the process that are exchanged."""
 
     cpu: torch.Tensor
-    cuda: torch.Tensor | None
-    python: Any
-    numpy: Any
+    cuda: torch.Tensor | None = None
+    python: Any = None
+    numpy: Any = None
 
 
 @final
@@ -116,9 +116,13 @@ class Randomness:
 
     def kept(self) -> Kept:
         """Return the states as they are now."""
+        cpu = torch.default_generator.get_state()
+        cuda = _cuda_generator().get_state() if torch.cuda.is_initialized() else None
+        if cuda is None and not self._python and self._numpy is None:  # the usual case
+            return Kept(cpu)
         return Kept(
-            torch.default_generator.get_state(),
-            _cuda_generator().get_state() if torch.cuda.is_initialized() else None,
+            cpu,
+            cuda,
             random.getstate() if self._python else None,
             self._numpy.get_state(legacy=False) if self._numpy is not None else None,
         )

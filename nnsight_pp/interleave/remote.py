@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class RemoteAsk:
     """What a lazy value needs to bring its data: the ask, its owner, and its worker."""
 
-    __slots__ = ("_asks", "_worker", "kind", "location", "number", "owner", "step")
+    __slots__ = ("_ahead", "_asks", "_worker", "kind", "location", "number", "owner", "step")
 
     # Whether this rank has the value itself.
     is_here = False
@@ -52,6 +52,13 @@ class RemoteAsk:
         self.step = step
         # What is asked for: see `core.protocols.Link.pull`.
         self.kind = kind
+        # See Note [Asked ahead] in `interleave.habits`.
+        self._ahead: dict[str, Pending] = {}
+        if kind == "value" and owner < asks.stage and worker.unshared is None:
+            key = AskKey(worker.request, number)
+            for part, picks in worker.habits.take(location).items():
+                assert asks.link is not None
+                self._ahead[part] = asks.link.pull(key, owner, location, step, picks)
 
     def __del__(self) -> None:
         """Note that nobody can pull this answer any more. On any thread, so it only notes."""
@@ -89,7 +96,8 @@ class RemoteAsk:
         link = asks.link
         assert link is not None
         key = AskKey(asker.request, self.number)
-        asked: list[Pending] = []
+        ahead = self._come_ahead(repr(picks), picks)
+        asked: list[Pending] = [] if ahead is None else [ahead]
 
         def again(is_last: bool) -> Pending:
             kind = f"last {self.kind}" if is_last and self.kind == "call" else self.kind
@@ -100,8 +108,10 @@ class RemoteAsk:
         is_in_place = self._is_in_place(worker)
         if not is_in_place:
             self._check_may_park(worker, in_torch)
-        pending: Pending | None = again(asker.request in asks.finishing)
+        is_last = asker.request in asks.finishing
+        pending: Pending | None = again(is_last) if ahead is None else ahead
         if is_in_place:
+            assert pending is not None
             try:
                 value = pending.wait()
             except DeferredError:
@@ -118,6 +128,17 @@ class RemoteAsk:
         value = asks.park(worker, Pull(self.location, self.step, pending, again))
         self._note(worker, where, asked)
         return value
+
+    def _come_ahead(self, part: str, picks: Sequence[Any]) -> Pending | None:
+        """Return the answer that was asked for ahead, if it is of ``picks``; note what is asked."""
+        if self.kind != "value":
+            return None
+        habits = self._worker.habits
+        if self._ahead and part not in self._ahead:
+            habits.break_off(self.location)
+        else:
+            habits.note(self.location, part, picks)
+        return self._ahead.pop(part, None)
 
     def _puller(self) -> Worker:
         """Return the worker that runs now: the one that asked, or one that shares names with it."""

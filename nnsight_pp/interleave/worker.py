@@ -25,6 +25,7 @@ from nnsight_pp.errors import (
     Where,
     explain,
 )
+from nnsight_pp.interleave.habits import Habits
 from nnsight_pp.interleave.shell import Shell, shell_for, take_back
 
 if TYPE_CHECKING:
@@ -94,42 +95,12 @@ class Worker:
 
     # Known to csrc/near.hpp by their names.
     __slots__ = (
-        "_context",
-        "_echoes",
-        "_run",
-        "apart_by",
-        "ask",
-        "asked",
-        "closed_early",
-        "cut",
-        "error",
-        "failed_at",
-        "filename",
-        "greenlet",
-        "has_ended",
-        "held_up",
-        "is_calling",
-        "is_relaxed",
-        "loop_depth",
-        "mark",
-        "memo",
-        "near",
-        "pulls",
-        "randomness",
-        "reached",
-        "request",
-        "rows_of",
-        "saves",
-        "seat",
-        "slot",
-        "step",
-        "timeline",
-        "trail",
-        "turns",
-        "unshared",
-        "visit",
-        "warnings",
-    )
+        "_context", "_echoes", "_run", "apart_by", "ask", "asked", "closed_early", "cut", "error",
+        "failed_at", "filename", "greenlet", "habits", "has_ended", "held_up", "is_calling",
+        "is_relaxed", "loop_depth", "mark", "memo", "near", "pulls", "randomness", "reached",
+        "request", "rows_of", "saves", "seat", "slot", "step", "timeline", "trail", "turns",
+        "unshared", "visit", "warnings",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -173,10 +144,10 @@ class Worker:
         self.is_calling = False
         # What was brought from other stages, by owner, location and line.
         self.pulls: dict[tuple[int, Location, int], PullRecord] = {}
+        self.habits = Habits()
         self.loop_depth = 0
         self.memo: Memo | None = None
-        # Only where a loop pins visits rather than steps (see `clock.VisitClock`).
-        self.is_relaxed = False
+        self.is_relaxed = False  # only where a loop pins visits: see `clock.VisitClock`
         # Invariant: set only from when a value was served until it asks for another, parks or ends.
         self.visit: OpenVisit | None = None
         self.closed_early: ClosedEarly | None = None

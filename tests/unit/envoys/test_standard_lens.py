@@ -84,7 +84,7 @@ def test_the_stream_that_enters_a_layer_is_found_by_place_and_by_name():
     for call in (by_place, by_name):
         assert torch.equal(cut_of(pick).give(call), (hidden + residual)[1:4])
         new = edited(cut_of(pick), call, lambda served: served[2].fill_(7.0))
-        found = Input(1, "hidden_states", (2, "residual")).read(new)
+        found, _ = Input(1, "hidden_states", (2, "residual")).read(new)
         assert torch.equal(found[3], torch.full((4,), 7.0))
         assert new[0][0] is positions
 
