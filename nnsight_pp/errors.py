@@ -12,7 +12,7 @@
     │   ├── RowsError                   a written value does not fit its rows (also a ValueError)
     │   ├── ParkRefusedError            a park inside a torch call with the thread-state swap off
     │   ├── ValueUnavailableError       another stage cannot send this value
-    │   ├── RankDivergenceError         two ranks took different branches in one block
+    │   ├── RankDivergenceError         two ranks took different branches, or have other values
     │   ├── BlockShapeError             a body that cannot be captured (also a ValueError)
     │   ├── SourceNotAvailable          a function whose operations cannot be looked at
     │   ├── WithBlockNotFoundError      no readable `with` statement at the call site
@@ -93,7 +93,7 @@ class ValueUnavailableError(BlockError):
 
 
 class RankDivergenceError(BlockError):
-    """Two ranks asked for different things under the same ask number."""
+    """Two ranks took different ways through one block, or have saved different values."""
 
 
 class BlockShapeError(BlockError, ValueError):

@@ -102,6 +102,15 @@ class Block:
         # Without what was compiled.
         return Block, tuple(getattr(self, one.name) for one in fields(self))
 
+    def line_of(self, name: str) -> int | None:
+        """Return the line that binds ``name`` last, or else mentions it last; None for none."""
+        found = [
+            (isinstance(node.ctx, ast.Store), node.lineno)
+            for node in ast.walk(ast.parse(_text_of(self), self.filename))
+            if isinstance(node, ast.Name) and node.id == name
+        ]
+        return max(found)[1] if found else None
+
     def uses(self) -> Uses:
         """Return what the block may do with the names around it."""
         return _uses(self)

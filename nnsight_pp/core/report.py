@@ -73,6 +73,8 @@ class Report:
         kept: In a session: what else the block has bound (see `core.kept`).
         statistics: What the link moved for this request, by owner stage.
         results: The saved names that stand for the result of the request.
+        is_witness: Whether another rank of the stage reports for it. Then it is here to be compared
+            with that one, and holds `core.alike.Sampled` in place of tensors.
     """
 
     request: str
@@ -86,3 +88,4 @@ class Report:
     statistics: dict[str, Any] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     results: tuple[str, ...] = ()
+    is_witness: bool = False

@@ -170,11 +170,34 @@ def draws_of(code: CodeType, names: Mapping[str, Any]) -> Draws:
         return Draws(python=True, numpy="numpy" in sys.modules)
 
 
+def mentions(code: CodeType, names: Mapping[str, Any], words: frozenset[str]) -> bool:
+    """Whether ``code``, or what it can reach, may look up one of ``words`` as a name or attribute.
+
+    Cost: as `draws_of`.
+    """
+    scan = _Scan(words)
+    scan.add_code(code, names)
+    try:
+        scan.run()
+    except RecursionError:
+        return True
+    return scan.has_found
+
+
 @final
 class _Scan:
-    """A walk over the code that a block can reach."""
+    """A walk over the code that a block can reach.
 
-    def __init__(self) -> None:
+    Args:
+        words: Names and attributes to be looked for as well.
+
+    Attributes:
+        has_found: Whether one of them is mentioned, or may be.
+    """
+
+    def __init__(self, words: frozenset[str] = frozenset()) -> None:
+        self._words = words
+        self.has_found = False
         self._has_numpy = False
         self._is_drawing = False
         self._is_open = False
@@ -198,6 +221,7 @@ class _Scan:
             if num_codes > _MOST_CODES:
                 self._is_open = True
         if self._is_open:
+            self.has_found = True
             return Draws(python=True, numpy="numpy" in sys.modules or self._has_numpy)
         return Draws(self._is_drawing, self._is_drawing and self._has_numpy)
 
@@ -208,6 +232,7 @@ class _Scan:
             self._has_numpy = self._has_numpy or "numpy" in parts
             self._is_drawing = self._is_drawing or "random" in parts
             self._is_open = self._is_open or not _ANY_NAME.isdisjoint(parts)
+            self.has_found = self.has_found or not self._words.isdisjoint(parts)
         for name in code.co_names:
             try:
                 value = names[name]

@@ -1,42 +1,72 @@
 """Make one report of the stages' reports for a request.
 
 Each stage ships what is real on it. A leaf that one stage holds only as a stand-in is taken from
-the stage that owns it; a leaf that is real on several was computed alike on each, and the first is
-taken. Stages that disagree about the structure took different branches in the block.
+the stage that owns it; a leaf that is real on several was computed on each, must be alike there
+(`core.alike`), and the first is taken. A tensor-parallel rank beside the one that reports for its
+stage is a witness: it tells what it has, and ships no tensor. Ranks that disagree took different
+branches in the block, or used what only one of them has: the request has failed.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import reprlib
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-import torch
-
+from nnsight_pp.core.alike import Comparison
 from nnsight_pp.core.kept import AtHome, Split
 from nnsight_pp.core.report import Elsewhere, Failure, Report
 from nnsight_pp.core.tree import children, rebuild
-from nnsight_pp.errors import RankDivergenceError
+from nnsight_pp.errors import RankDivergenceError, Where, explain
+from nnsight_pp.wire.report_codec import failure_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from nnsight_pp.core.block import Block
+
+_WHY = (
+    "Every rank runs the block, and must take the same branches and compute the same values: what "
+    "comes back does not depend on the rank."
+)
+_TODO = (
+    "Make the block independent of time, process ids, and set order; what must differ, compute "
+    "before the `with`."
+)
 
 
-def merge_reports(reports: Sequence[Report]) -> Report:
+def merge_reports(
+    reports: Sequence[Report],
+    block: Block | None = None,
+    new_comparison: Callable[[], Comparison] = Comparison,
+    sees_parts: Callable[[], bool] = lambda: False,
+) -> Report:
     """Return one report for one request.
 
-    Raises:
-        RankDivergenceError: The stages saved different structures, and none of them failed.
+    Args:
+        reports: What the ranks say.
+        block: The block, to name its lines.
+        new_comparison: Makes what compares one value of one rank with that of another.
+        sees_parts: Whether the block may look at a rank's own part of a weight, so that the
+            tensor-parallel ranks may differ. Asked only where they do.
+
+    Where ranks disagree and none of them failed, the report's failure is a `RankDivergenceError`.
     """
-    ordered = sorted(reports, key=lambda report: report.stage)
-    failure = first_failure([report.failure for report in ordered if report.failure is not None])
-    is_partial = failure is not None
-    trails = {report.trail for report in ordered}
-    if failure is None and len(trails) > 1:
-        asks = ", ".join(f"stage {r.stage}: {r.trail[0] if r.trail else 0}" for r in ordered)
-        raise RankDivergenceError(
-            f"The stages asked for different values ({asks} asks). Every rank runs the same block "
-            "and must take the same branches: make the block independent of time, process ids, "
-            "and set order."
-        )
+    every = sorted(reports, key=lambda report: (report.stage, report.is_witness))
+    ordered = [report for report in every if not report.is_witness] or every
+    failure = first_failure([report.failure for report in every if report.failure is not None])
+    merging = _Merging(ordered, new_comparison)
+    saved = merging.names([report.saved for report in ordered])
+    grown = merging.names([report.grown for report in ordered])
+    if failure is None:
+        error = _apart_by_asks(ordered)
+        first = merging.first or _unlike_a_witness(every, new_comparison, sees_parts)
+        if error is None and first is not None:
+            error = _apart_by_value(first, block)
+        if error is not None:
+            failure = _failure(error, block, first)
+            if first is None:
+                saved, grown = {}, {}
     warnings: tuple[str, ...] = ()
     if failure is None:  # else a stage that was still waiting tells of what the failure has caused
         warnings = tuple(dict.fromkeys(text for report in ordered for text in report.warnings))
@@ -44,10 +74,10 @@ def merge_reports(reports: Sequence[Report]) -> Report:
         request=ordered[0].request,
         stage=ordered[0].stage,
         trace=ordered[0].trace,
-        saved=_merge_names([report.saved for report in ordered], is_partial=is_partial),
-        grown=_merge_names([report.grown for report in ordered], is_partial=is_partial),
+        saved=saved,
+        grown=grown,
         failure=failure,
-        kept=_merge_kept([report.kept for report in ordered]),
+        kept=_merge_kept(ordered, new_comparison),
         warnings=warnings,
         results=ordered[0].results,
         statistics={str(report.stage): report.statistics for report in ordered},
@@ -61,63 +91,158 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     return min(failures, key=lambda failure: (failure.is_echo, failure.failed_at, failure.stage))
 
 
-def _merge_names(parts: list[dict[str, Any]], *, is_partial: bool) -> dict[str, Any]:
-    merged = {}
-    for name in dict.fromkeys(name for part in parts for name in part):
-        values = [part[name] for part in parts if name in part]
-        try:
-            if len(values) != len(parts):
-                raise _MismatchError(f"{len(values)} of {len(parts)} stages saved it")
-            merged[name] = _merge(values)
-        except _MismatchError as mismatch:
-            if not is_partial:
-                raise RankDivergenceError(
-                    f"The stages disagree about the saved value {name!r}: {mismatch}. Every rank "
-                    "runs the same block and must take the same branches: make the block "
-                    "independent of time, process ids, and set order."
-                ) from None
-    return merged
+class _Mismatch(NamedTuple):
+    """Two ranks that do not say the same of one name."""
 
-
-def _merge_kept(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge what a session keeps; what the stages hold in forms of their own is lost."""
-    lost = AtHome("lost", "a value that the stages hold in different forms")
-    names = dict.fromkeys((name for part in parts for name in part), lost)
-    return {**names, **_merge_names(parts, is_partial=True)}
+    name: str
+    text: str
+    path: str = ""
 
 
 class _MismatchError(Exception):
-    pass
+    """Carries what differs, and where behind the name it stands."""
+
+    def __init__(self, text: str, path: str = "") -> None:
+        super().__init__(text)
+        self.text = text
+        self.path = path
 
 
-def _merge(values: list[Any]) -> Any:
-    real = [value for value in values if not isinstance(value, Elsewhere)]
-    if not real:
-        raise _MismatchError("no stage sent it")
-    first = real[0]
-    _same([type(value).__name__ for value in real], "types")
-    held = [children(value) for value in real]
-    if isinstance(first, Split):
-        return first.joined(real)
-    if held[0] is None:
-        _same_leaf(real)
-        return first
-    if isinstance(first, dict):
-        _same([list(value) for value in real], "keys")
-    _same([len(items or ()) for items in held], "lengths")
-    columns = zip(*[items or () for items in held], strict=True)
-    return rebuild(first, [_merge(list(column)) for column in columns])
+@final
+class _Merging:
+    """The names of several stages on their way to become those of one.
+
+    Attributes:
+        first: The first name of which they do not say the same. It is left out.
+    """
+
+    def __init__(self, reports: Sequence[Report], new_comparison: Callable[[], Comparison]) -> None:
+        self._stages = [report.stage for report in reports]
+        self._new_comparison = new_comparison
+        self.first: _Mismatch | None = None
+
+    def names(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the merged values of the names in ``parts``, one for each stage."""
+        merged = {}
+        for name in dict.fromkeys(name for part in parts for name in part):
+            has = [name in part for part in parts]
+            try:
+                if not all(has):
+                    missing = self._stages[has.index(False)]
+                    raise _MismatchError(
+                        f"stage {self._stages[has.index(True)]} has it, and stage {missing} has not"
+                    )
+                pairs = zip(self._stages, parts, strict=True)
+                merged[name] = self._merged([(stage, part[name]) for stage, part in pairs])
+            except _MismatchError as error:
+                self.first = self.first or _Mismatch(name, error.text, error.path)
+        return merged
+
+    def _merged(self, values: list[tuple[int, Any]]) -> Any:
+        real = [(stage, value) for stage, value in values if not isinstance(value, Elsewhere)]
+        if not real:
+            raise _MismatchError("no stage sent it")
+        (first_stage, first), *others = real
+        parts = children(first)
+        for stage, value in others:
+            self._check_alike(first_stage, first, stage, value, is_leaf=parts is None)
+        if isinstance(first, Split):
+            return first.joined([value for _, value in real])
+        if parts is None:
+            return first
+        columns = zip(*[children(value) or () for _, value in real], strict=True)
+        stages = [stage for stage, _ in real]
+        merged = []
+        for place, column in zip(_places_in(first), columns, strict=True):
+            try:
+                merged.append(self._merged(list(zip(stages, column, strict=True))))
+            except _MismatchError as error:
+                raise _MismatchError(error.text, f"{place}{error.path}") from None
+        return rebuild(first, merged)
+
+    def _check_alike(
+        self, stage: int, value: Any, other_stage: int, other: Any, *, is_leaf: bool
+    ) -> None:
+        """Raise where what two stages hold, but for the parts of containers, is not alike."""
+        held, others = value, other
+        if not is_leaf and type(value).__name__ == type(other).__name__:
+            held, others = _frame_of(value), _frame_of(other)
+        apart = self._new_comparison().apart(held, others)
+        if apart is not None:
+            mine, theirs = reprlib.repr(apart.one), reprlib.repr(apart.other)
+            text = f"stage {stage} has {mine}, stage {other_stage} has {theirs}"
+            raise _MismatchError(text, apart.path if is_leaf else "")
 
 
-def _same_leaf(real: list[Any]) -> None:
-    """Raise where a leaf that several stages hold cannot have been computed alike."""
-    first = real[0]
-    if isinstance(first, torch.Tensor):
-        _same([(tuple(value.shape), value.dtype) for value in real], "shapes")
-    elif isinstance(first, (int, str, bytes)):
-        _same(real, "values")
+def _frame_of(value: Any) -> Any:
+    """Return what a container is without its parts."""
+    if isinstance(value, dict):
+        return list(value)
+    return f"{type(value).__name__} of {len(children(value) or ())}"
 
 
-def _same(facts: list[Any], what: str) -> None:
-    if any(fact != facts[0] for fact in facts):
-        raise _MismatchError(f"different {what} {facts}")
+def _places_in(value: Any) -> list[str]:
+    """Return how each of the `children` of ``value`` is found in it."""
+    if isinstance(value, dict):
+        return [f"[{key!r}]" for key in value]
+    return [f"[{index}]" for index in range(len(children(value) or ()))]
+
+
+def _merge_kept(
+    reports: Sequence[Report], new_comparison: Callable[[], Comparison]
+) -> dict[str, Any]:
+    """Merge what a session keeps; what the stages hold in forms of their own is lost."""
+    parts = [report.kept for report in reports]
+    lost = AtHome("lost", "a value that the stages hold in different forms")
+    names = dict.fromkeys((name for part in parts for name in part), lost)
+    return {**names, **_Merging(reports, new_comparison).names(parts)}
+
+
+def _unlike_a_witness(
+    reports: Sequence[Report],
+    new_comparison: Callable[[], Comparison],
+    sees_parts: Callable[[], bool],
+) -> _Mismatch | None:
+    """Return where a witness does not say what the rank of its stage says that reports."""
+    leads = {report.stage: report for report in reports if not report.is_witness}
+    for witness in (report for report in reports if report.is_witness):
+        lead = leads.get(witness.stage, witness)
+        ran = f"on stage {lead.stage} one tensor-parallel rank has"
+        for mine, theirs in ((lead.saved, witness.saved), (lead.grown, witness.grown)):
+            for name in dict.fromkeys((*mine, *theirs)):
+                if (name in mine) != (name in theirs):
+                    return _Mismatch(name, f"{ran} it, another has not")
+                apart = new_comparison().apart(mine[name], theirs[name])
+                if apart is not None and not sees_parts():
+                    text = (
+                        f"{ran} {reprlib.repr(apart.one)}, another has {reprlib.repr(apart.other)}"
+                    )
+                    return _Mismatch(name, text, apart.path)
+    return None
+
+
+def _apart_by_asks(ordered: Sequence[Report]) -> RankDivergenceError | None:
+    """Return the error of stages whose workers did not make the same asks."""
+    if len({report.trail for report in ordered}) == 1:
+        return None
+    asks = ", ".join(f"stage {one.stage}: {one.trail[0] if one.trail else 0}" for one in ordered)
+    what = f"The stages asked for different values ({asks} asks)."
+    return RankDivergenceError(explain(what, why=_WHY, todo=_TODO))
+
+
+def _apart_by_value(mismatch: _Mismatch, block: Block | None) -> RankDivergenceError:
+    line = None if block is None else block.line_of(mismatch.name)
+    where = None if block is None or line is None else Where(block.filename, line)
+    behind = f", at {mismatch.name}{mismatch.path}" if mismatch.path else ""
+    what = f"The ranks disagree about the saved value {mismatch.name!r}{behind}: {mismatch.text}."
+    return RankDivergenceError(explain(what, where=where, why=_WHY, todo=_TODO))
+
+
+def _failure(
+    error: RankDivergenceError, block: Block | None, mismatch: _Mismatch | None
+) -> Failure:
+    failure = failure_of(error, "", 0, 0)
+    line = None if block is None or mismatch is None else block.line_of(mismatch.name)
+    if block is None or line is None:
+        return failure
+    return replace(failure, frames=((block.filename, line, block.name),))

@@ -8,7 +8,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
+import torch
 
+from nnsight_pp.core.alike import Sampled
+from nnsight_pp.core.kept import Split
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.report import Elsewhere, Failure, Report
 from nnsight_pp.core.tree import map_leaves
@@ -98,6 +101,30 @@ def without_remote(value: Any) -> Any:
         return leaf._real_value() if leaf._is_of_this_rank() else Elsewhere()
 
     return map_leaves(value, shipped)
+
+
+def as_witness(report: Report) -> Report:
+    """Return what a rank tells of ``report`` where another rank of its stage reports."""
+
+    def shown(leaf: Any) -> Any:
+        # CAUTION: a remote value answers `isinstance` by moving bytes.
+        kind = type(leaf)
+        if not issubclass(kind, torch.Tensor):
+            return Elsewhere() if issubclass(kind, Split) else leaf
+        try:
+            return Sampled.of(leaf)
+        except Exception:  # it cannot be sent either, as the rank that reports will say
+            return Elsewhere()
+
+    same = dict.fromkeys(report.results, Elsewhere())
+    return replace(
+        report,
+        saved={**map_leaves(report.saved, shown), **same},
+        grown=map_leaves(report.grown, shown),
+        kept={},
+        statistics={},
+        is_witness=True,
+    )
 
 
 def failure_of(

@@ -128,11 +128,16 @@ class Neighbours:
         runs: list[tuple[Batch, list[Invocation]]] = []
 
         def joined(
-            root: Any, invocations: list[Invocation], options: Any, stored: Any, session: Any = None
+            root: Any,
+            invocations: list[Invocation],
+            options: Any,
+            stored: Any,
+            session: Any = None,
+            **more: Any,
         ) -> Batch:
             guests = [replace(one, bound={}) for one in self._written]
             around = [*guests[:NUM_BEFORE], *invocations, *guests[NUM_BEFORE:]]
-            batch = Batch(root, around, options, _EditsOfOthers(stored), session)
+            batch = Batch(root, around, options, _EditsOfOthers(stored), session, **more)
             runs.append((batch, guests))
             return batch
 

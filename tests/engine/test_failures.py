@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +270,81 @@ def test_the_wall_clock_and_the_order_of_a_set_in_a_block_are_found_out(model: V
             for name in {str(number) for number in range(12)}:
                 model.model.norm(row) if int(name) % 2 else layers[0].mlp(row)
             found = row.save()
+
+
+def saves_a_process_id(model: VLLM) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        found = os.getpid().save()
+
+
+def saves_the_wall_clock(model: VLLM) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        found = time.time().save()
+
+
+def saves_what_a_line_took(model: VLLM) -> None:
+    layers = list(model.model.layers)
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        begun = time.perf_counter()
+        total = layers[0].mlp.output.sum()
+        found = {"total": total, "took": [time.perf_counter() - begun]}.save()
+
+
+def saves_a_value_with_a_process_id_in_it(model: VLLM) -> None:
+    layers = list(model.model.layers)
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        early = layers[0].mlp.output.clone()
+        found = (early * os.getpid()).save()
+
+
+def saves_the_order_of_a_set(model: VLLM) -> None:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        found = list({str(number) for number in range(40)}).save()
+
+
+def saves_in_a_list_from_around_it(model: VLLM) -> None:
+    found = []
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        found.append(os.getpid())
+
+
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        (saves_a_process_id, "found = os.getpid().save()"),
+        (saves_the_wall_clock, "found = time.time().save()"),
+        (saves_what_a_line_took, 'found = {"total": total, "took"'),
+        (saves_a_value_with_a_process_id_in_it, "found = (early * os.getpid()).save()"),
+        (saves_the_order_of_a_set, "found = list({str(number)"),
+        (saves_in_a_list_from_around_it, "found.append(os.getpid())"),
+    ],
+)
+def test_a_save_that_differs_between_stages_is_not_the_first_stages(
+    model: VLLM, run: Callable[[VLLM], None], said: str
+) -> None:
+    with pytest.raises(RankDivergenceError, match="the saved value 'found'") as caught:
+        run(model)
+    assert "stage 0 has" in str(caught.value)
+    assert "stage 1 has" in str(caught.value)
+    assert at_line(caught.value).startswith(said)
+
+
+def test_what_stages_hold_in_forms_of_their_own_is_saved(model: VLLM) -> None:
+    layers = list(model.model.layers)
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+
+        class Held:
+            def __init__(self, value: Any) -> None:
+                self.value = value
+
+        number = float("nan")
+        names = {str(one) for one in range(40)}.save()
+        early, late = layers[0].mlp.output, layers[3].mlp.output
+        found = [number, 1 << 200, frozenset(names), late[0] / 0, {"a": number}].save()
+        held = [Held([early.sum().item(), (early / early.norm()).tolist()])].save()
+    assert names == {str(one) for one in range(40)}
+    assert found[1:3] == [1 << 200, frozenset(names)]
+    assert len(held[0].value) == 2
 
 
 # ---- another vLLM ------------------------------------------------------------------------------

@@ -122,6 +122,14 @@ def test_a_branch_on_the_process_is_found_and_named(engine: Engine) -> None:
     assert torch.equal(logits_of(engine), before)
 
 
+def test_a_save_that_differs_between_ranks_is_found_and_named(engine: Engine) -> None:
+    layers = engine.layers
+    with pytest.raises(RankDivergenceError, match="one tensor-parallel rank has"):
+        with engine.trace(PROMPT):
+            found = layers[1].mlp.output * os.getpid()
+            found.save()
+
+
 def test_a_rank_that_calls_alone_is_found_and_named(engine: Engine) -> None:
     layers = engine.layers
     first = min(rank["pid"] for rank in engine.model.statistics())

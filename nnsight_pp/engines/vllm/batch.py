@@ -113,6 +113,7 @@ class Batch:
         options: Sampling parameters of the whole trace; an invocation's own win.
         stored: The blocks that each request begins with.
         session: What the names of the blocks are kept for.
+        precision: The relative precision of the model's values.
 
     Raises:
         ConfigurationError: Something that is not one prompt.
@@ -126,8 +127,11 @@ class Batch:
         options: dict[str, Any],
         stored: StoredEdits,
         session: SessionValues | None = None,
+        *,
+        precision: float = torch.finfo(torch.float32).eps,
     ) -> None:
         self._root = root
+        self._precision = precision
         self._session = session
         companies = companies_of(invocations)
         depends = {number for members in companies for number in members}
@@ -262,10 +266,12 @@ class Batch:
         first = self._settle_edits(reports)
         merged: dict[str, list[Report]] = {}
         for request in self._requests:
-            if not request.is_plain and request.trace not in reports:
+            if request.message is None:
+                continue
+            if request.trace not in reports:
                 raise InternalError(f"no stage reported on trace {request.trace}")
-            if not request.is_plain:
-                merged[request.trace] = by_sequence(reports[request.trace])
+            found = reports[request.trace]
+            merged[request.trace] = by_sequence(found, request.message, self._precision)
         for members in self._companies:
             _fail_together([one.trace for one in members], merged)
         for request in self._requests:
@@ -301,7 +307,7 @@ class Batch:
         """Take in what the stored edits saved; return the first exception of one."""
         errors = []
         for request, output in zip(self._requests, self.outputs, strict=True):
-            errors.append(request.edits.settle(reports, self._root))
+            errors.append(request.edits.settle(reports, self._root, self._precision))
             output.saves = request.edits.saves
         return next((one for one in errors if one is not None), None)
 

@@ -109,6 +109,7 @@ class VLLM(VLLMTree):
             config = EngineArgs(**self._arguments).create_engine_config()
             self._size_cache(config)
             self._is_compiling = compat.is_compiling(config)
+            self._precision = compat.precision_of(config)
             module = compat.meta_model(config)
         super().__init__(module, self._own_tokenizer)
         if dispatch:
@@ -235,13 +236,13 @@ class VLLM(VLLMTree):
 
         After the run ``tracer.statistics["pulls"]`` lists what crossed between stages: for each
         puller, a `PullRecord` with the owner, the location, the line, bytes and seconds waited;
-        ``tracer.statistics["ends"]`` says for each request how many tokens it got, and why it
-        ended.
+        ``tracer.statistics["ends"]`` says how many tokens each request got, and why it ended.
         """
 
         def run(tracer: Tracer, invocations: list[Invocation]) -> BaseException | None:
             session = self._session if tracer.is_nested and self._session.name else None
-            batch = Batch(self, invocations, {} if inputs else options, self._stored, session)
+            own = {} if inputs else options
+            batch = Batch(self, invocations, own, self._stored, session, precision=self._precision)
             with self._lock:
                 self.dispatch()
                 error = batch.run(self._llm, self._call)
@@ -271,7 +272,7 @@ class VLLM(VLLMTree):
                 return self._llm.generate(prompts, params, lora_request=adapter, use_tqdm=False)
             several = isinstance(prompts, list) and not all(type(one) is int for one in prompts)
             given = [without_block(one) for one in (prompts if several else [prompts])]
-            batch = Batch(self, given, options, self._stored)
+            batch = Batch(self, given, options, self._stored, precision=self._precision)
             error = batch.run(self._llm, self._call)
         if error is not None:
             raise error

@@ -305,6 +305,12 @@ def is_compiling(vllm_config: Any) -> bool:
     return vllm_config.compilation_config.mode != CompilationMode.NONE
 
 
+def precision_of(vllm_config: Any) -> float:
+    """Return the relative precision to which ranks agree: on CPUs they compute alike."""
+    dtype = torch.float32 if IS_CPU else vllm_config.model_config.dtype
+    return torch.finfo(dtype).eps
+
+
 def run_eagerly() -> Any:
     """Let nothing that torch would compile run compiled, or be compiled now, within a `with`.
 

@@ -2,23 +2,55 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nnsight_pp.core.alike import Comparison
 from nnsight_pp.engines.vllm import compat
+from nnsight_pp.interleave.randomness import mentions
 from nnsight_pp.wire.merge import merge_reports
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from nnsight_pp.core.report import Report
+    from nnsight_pp.wire.block_codec import BlockMessage
 
 
-def by_sequence(reports: Sequence[Report]) -> list[Report]:
-    """Merge what the stages say of a prompt's sequences: one report each, in their order."""
+# Names and attributes by which a block may read a clock.
+_CLOCKS = frozenset({
+    "clock_gettime", "default_timer", "monotonic", "now", "perf_counter", "process_time",
+    "thread_time", "time", "utcnow",
+})  # fmt: skip
+_PARTS = frozenset({"local"})
+
+
+def merged(reports: Sequence[Report], message: BlockMessage, precision: float) -> Report:
+    """Make one report of what the ranks say of the block of ``message``.
+
+    Args:
+        reports: One from each rank.
+        message: The block.
+        precision: The relative precision of the model's values.
+    """
+
+    def looks_up(words: frozenset[str]) -> bool:
+        return mentions(message.block.code(), message.names, words)
+
+    return merge_reports(
+        reports,
+        message.block,
+        partial(Comparison, precision, partial(looks_up, _CLOCKS)),
+        partial(looks_up, _PARTS),
+    )
+
+
+def by_sequence(reports: Sequence[Report], message: BlockMessage, precision: float) -> list[Report]:
+    """Merge what the ranks say of a prompt's sequences: one report each, in their order."""
     found: dict[str, list[Report]] = {}
     for report in reports:
         found.setdefault(report.request, []).append(report)
-    return [merge_reports(found[one]) for one in sorted(found, key=compat.sequence_of)]
+    return [merged(found[one], message, precision) for one in sorted(found, key=compat.sequence_of)]
 
 
 def bound_by(

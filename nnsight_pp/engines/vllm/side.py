@@ -21,7 +21,7 @@ from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.blame import Blame
 from nnsight_pp.engines.vllm.edit_blocks import EditBlocks
 from nnsight_pp.wire.parcel import Parcel
-from nnsight_pp.wire.report_codec import encode_reports
+from nnsight_pp.wire.report_codec import as_witness, encode_reports
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -258,7 +258,9 @@ class RankSide:
                 else:
                     reports += self._ledger.close_company(traced.company, values)
         self._edits.forget_ended()
-        return encode_reports(reports, self._parcel) if self.place.is_lead else b""
+        if not self.place.is_lead:
+            reports = [as_witness(report) for report in reports]
+        return encode_reports(reports, self._parcel)
 
     def fetch(self, is_wanted: bool) -> bytes:
         """Drop the last report that was too large for an answer; return its bytes where wanted."""

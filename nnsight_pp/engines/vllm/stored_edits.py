@@ -18,11 +18,11 @@ from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.outer import apply_change
 from nnsight_pp.engines.vllm.root import name_of
+from nnsight_pp.engines.vllm.sequences import merged
 from nnsight_pp.envoys.cache_view import CacheView
 from nnsight_pp.errors import ConfigurationError, InternalError, NotSupportedError, explain
 from nnsight_pp.trace.raised import exception_of
 from nnsight_pp.wire.block_codec import BlockMessage, encode_block
-from nnsight_pp.wire.merge import merge_reports
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -162,13 +162,15 @@ class RequestEdits:
         extra = {compat.PAYLOAD: no_block, **(params.extra_args or {})}
         params.extra_args = {**extra, compat.EDITS: pickle.dumps(data)}
 
-    def settle(self, reports: dict[str, list[Report]], root: Envoy) -> BaseException | None:
+    def settle(
+        self, reports: dict[str, list[Report]], root: Envoy, precision: float
+    ) -> BaseException | None:
         """Take in what the blocks saved and changed; return the first exception of one."""
         first: BaseException | None = None
         for message in self.messages:
             if message.trace not in reports:
                 raise InternalError(f"no stage reported on trace {message.trace}")
-            report = merge_reports(reports[message.trace])
+            report = merged(reports[message.trace], message, precision)
             self.saves.update(report.saved)
             for leaf in leaves((report.saved, report.grown)):
                 if isinstance(leaf, CacheView):

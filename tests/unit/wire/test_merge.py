@@ -5,8 +5,11 @@ import pytest
 import torch
 
 from nnsight_pp import RankDivergenceError
+from nnsight_pp.core.block import Block
 from nnsight_pp.core.report import Elsewhere, Failure, Report
 from nnsight_pp.wire.merge import first_failure, merge_reports
+from nnsight_pp.wire.report_codec import as_witness
+from nnsight_pp.wire.value_codec import to_bytes
 
 Pair = namedtuple("Pair", "a b")
 
@@ -17,8 +20,14 @@ class Point:
     y: object
 
 
-def merged(*saved, **options):
-    return merge_reports([Report("r", stage, saved=one) for stage, one in enumerate(saved)]).saved
+def merge(*saved, block=None):
+    return merge_reports([Report("r", stage, saved=one) for stage, one in enumerate(saved)], block)
+
+
+def merged(*saved):
+    report = merge(*saved)
+    assert report.failure is None
+    return report.saved
 
 
 def failure(stage=0, failed_at=0, *, is_echo=False):
@@ -69,8 +78,56 @@ MISMATCHES = {
 
 @pytest.mark.parametrize("saved", MISMATCHES.values(), ids=MISMATCHES)
 def test_stages_that_disagree_took_different_branches(saved):
-    with pytest.raises(RankDivergenceError, match="disagree about the saved value 'x'"):
-        merged(*saved)
+    report = merge(*saved)
+    assert report.failure is not None
+    assert report.failure.name == RankDivergenceError.__name__
+    assert "disagree about the saved value 'x'" in report.failure.text
+    assert report.saved == {}
+
+
+def test_a_difference_is_told_with_its_place_both_values_and_the_line():
+    block = Block("steer.py", 12, "    x = []\n    x.append(clock())\n    y = x[0]\n", "steer")
+    one, other = [{"x": [0.5, {"a": number}], "y": 1} for number in (7, 8)]
+    report = merge(one, other, block=block)
+    assert report.failure is not None
+    text = report.failure.text
+    assert "'x', at x[1]['a']: stage 0 has 7, stage 1 has 8." in text
+    assert "steer.py:12" in text
+    assert report.failure.frames == (("steer.py", 12, "steer"),)
+    assert report.saved == {"y": 1}
+
+
+def test_a_third_stage_is_compared_too():
+    report = merge({"x": 1}, {"x": Elsewhere()}, {"x": 2})
+    assert report.failure is not None
+    assert "stage 0 has 1, stage 2 has 2" in report.failure.text
+
+
+def witnessed(own, witness, **options):
+    lead = Report("r", 0, saved=own)
+    return merge_reports([as_witness(Report("r", 0, saved=witness)), lead], **options)
+
+
+def test_another_tensor_parallel_rank_must_say_the_same():
+    value = torch.arange(300.0)
+    same = {"x": value, "y": [1, 2]}
+    report = witnessed(same, {"x": value.clone(), "y": [1, 2]})
+    assert report.failure is None
+    assert report.saved["x"] is value
+    for other in ({"x": value + 1, "y": same["y"]}, {"x": value, "y": [2, 1]}, {"x": value}):
+        report = witnessed(same, other)
+        assert report.failure is not None
+        assert "on stage 0 one tensor-parallel rank has" in report.failure.text
+
+
+def test_a_block_that_looks_at_a_part_of_a_weight_may_differ_between_tensor_parallel_ranks():
+    own, other = {"x": torch.arange(4.0)}, {"x": torch.arange(4.0) + 4}
+    assert witnessed(own, other, sees_parts=lambda: True).failure is None
+
+
+def test_a_witness_ships_no_tensor():
+    report = Report("r", 0, saved={"x": [torch.ones(1000)], "y": 1}, kept={"z": torch.ones(9)})
+    assert len(to_bytes(as_witness(report))) < 2000
 
 
 def test_after_a_failure_what_does_not_fit_is_left_out():
@@ -94,7 +151,9 @@ def test_first_failure_of_the_block_wins_and_an_echo_comes_last():
 def test_stages_that_asked_for_different_values_have_diverged():
     one = Report("r", 0, trail=(3, 5))
     other = Report("r", 1, trail=(4, 6))
-    with pytest.raises(RankDivergenceError, match="stage 0: 3"):
-        merge_reports([one, other])
+    failure_of_both = merge_reports([one, other]).failure
+    assert failure_of_both is not None
+    assert failure_of_both.name == RankDivergenceError.__name__
+    assert "stage 0: 3" in failure_of_both.text
     failed = Report("r", 1, failure=failure(stage=1), trail=(4, 6))
     assert merge_reports([one, failed]).failure is not None
