@@ -6,6 +6,7 @@ masks, views, numpy, torch's modes, refused asks that are caught, edits that com
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -242,6 +243,64 @@ def handled_errors(model: VLLM, layers: list[Any]) -> Any:
                 value[0] = 1.0
         lg = model.logits.save()
     return seen, lg
+
+
+def fails(change: Callable[[], Any]) -> bool:
+    try:
+        change()
+    except (IndexError, RuntimeError, TypeError, ValueError):
+        return True
+    return False
+
+
+class Swallow:
+    """Ends what fails within it without a word."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> bool:
+        return True
+
+
+@odd
+def handled_errors_decide_what_another_stage_writes(model: VLLM, layers: list[Any]) -> Any:
+    """No ask and no save tells that a rank has gone on where another one has not."""
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        a = layers[0].mlp.output
+        late = layers[3].mlp.output
+        factor = 1.0
+        for value in (a, late):
+            try:
+                value[99] = 0
+                factor *= 2
+            except (IndexError, RuntimeError):
+                factor *= 3
+            try:
+                value.add_(torch.ones(7, 7))
+                factor *= 5
+            except RuntimeError:
+                pass
+            try:
+                value += torch.ones(7, 7)
+                factor *= 7
+            except RuntimeError:
+                pass
+            with contextlib.suppress(IndexError):
+                value[-1, 100_000]
+                factor *= 11
+            with torch.no_grad(), Swallow():
+                with torch.no_grad():
+                    value[:, :, 0].mul_(2)
+                factor *= 13
+            factor *= 1 + 17 * fails(lambda one=value: one[99])
+            factor *= 1 + 19 * fails(lambda one=value: [part[99] for part in (one,)])
+            factor *= 1 + 23 * fails(lambda one=value: one.__setitem__(99, 0))
+            factor *= 1 + 29 * fails(lambda one=value: setattr(one, "data", 3))
+            factor *= 1 + 31 * fails(lambda one=value: one.topk(10_000))
+            factor *= 1 + 37 * fails(lambda one=value: one.sum(7))
+        late[:] = late * (factor / 1e6)
+        lg = model.logits.save()
+    return lg
 
 
 @odd
