@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 
 from nnsight_pp import VLLM, EngineError
@@ -72,3 +73,20 @@ def test_arguments_reach_vllm_unchanged(
         assert {name: arguments[name] for name in given} == given
         assert set(arguments) - set(given) == OURS
         assert arguments["worker_cls"] == "nnsight_pp.engines.vllm.rank.RankWorker"
+
+
+def test_cores_are_bound_as_this_engine_needs_beside_another_one_in_this_process(
+    tiny_llama_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    envs.enable_envs_cache()  # as an engine in this process does
+    try:
+        assert envs.VLLM_CPU_OMP_THREADS_BIND == "auto"
+        model = VLLM(str(tiny_llama_path), pipeline_parallel_size=2, max_model_len=64)
+        with model._environment():
+            assert len(envs.VLLM_CPU_OMP_THREADS_BIND.split("|")) == 2
+            assert envs.VLLM_WORKER_MULTIPROC_METHOD == "spawn"
+        monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+        assert envs.VLLM_LOGGING_LEVEL == "ERROR", "it is kept again"
+    finally:
+        envs.disable_envs_cache()

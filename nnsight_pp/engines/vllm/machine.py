@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 import torch
+from vllm import envs
 
 from nnsight_pp.errors import MachineError, explain
 
@@ -113,6 +114,22 @@ def engine_environment() -> Iterator[None]:
         for kind, module in _QUIET:
             warnings.filterwarnings("ignore", category=kind, module=module)
         yield
+
+
+@contextmanager
+def environment_as_it_is() -> Iterator[None]:
+    """Let vLLM read the environment of now: an engine in this process has it read once for all.
+
+    Source: vllm 0.32.0 v1/engine/core.py calls `envs.enable_envs_cache`. The ranks of a second
+    engine would be bound to the first one's cores ("Not enough allowed NUMA nodes").
+    """
+    is_kept = envs._is_envs_cache_enabled()
+    envs.disable_envs_cache()
+    try:
+        yield
+    finally:
+        if is_kept:
+            envs.enable_envs_cache()
 
 
 @contextmanager
