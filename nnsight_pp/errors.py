@@ -147,6 +147,10 @@ class Where(NamedTuple):
     line: int
     name: str = ""
 
+    def frame(self) -> tuple[str, int, str]:
+        """Return it as an entry of `core.report.Failure.frames`."""
+        return (self.filename, self.line, self.name)
+
     def text(self) -> str:
         """Return the source line, stripped, or an empty string when it is not readable."""
         return linecache.getline(self.filename, self.line).strip()

@@ -54,7 +54,8 @@ def watch(worker: Worker, visit: OpenVisit, wait: str) -> None:
     if memo is not None:
         if not visit.handed.is_over:
             visit.watch_edits()
-        worker.closed_early = ClosedEarly(visit, Visit(memo.location, memo.step), wait)
+        edited = Visit(memo.location, memo.step)
+        worker.closed_early = ClosedEarly(visit, edited, wait, worker.where())
 
 
 def commit_last(worker: Worker) -> None:

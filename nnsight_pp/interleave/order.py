@@ -173,6 +173,8 @@ class Order:
             f"It was edited after the block had waited for {early.wait}, and by then the model had "
             "gone on. Edit it before that result is used, or use a second trace."
         )
+        if worker.where() is None:  # the block has ended: the line that waited is the last known
+            worker.error_at = early.where
         raise self.alone(worker, out_of_order(worker, early.edited, self._where, why))
 
     def alone(self, worker: Worker, error: Exception, *, at: int | None = None) -> Exception:

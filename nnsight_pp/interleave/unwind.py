@@ -28,7 +28,7 @@ def out_of_order(worker: Worker, visit: Visit, ran: str, why: str = "") -> OutOf
     return OutOfOrderError(
         explain(
             f"{visit} was asked for, but the model already ran past it or never computes it.",
-            where=worker.where(),
+            where=worker.where() or worker.error_at,
             why=why or "A block must ask for values in the order in which the model computes them.",
             todo="Move this line up, or read the value in its own `tracer.invoke(...)`.",
             ran=f"request {worker.request} | {ran}" if ran else "",

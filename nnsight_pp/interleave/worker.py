@@ -75,8 +75,9 @@ class ClosedEarly(NamedTuple):
 
     visit: OpenVisit
     edited: Visit
-    # What was waited for, in words.
+    # What was waited for, in words, and the line that waited.
     wait: str
+    where: Where | None
 
 
 @final
@@ -96,7 +97,7 @@ class Worker:
     # Known to csrc/near.hpp by their names.
     __slots__ = (
         "_context", "_echoes", "_run", "apart_by", "ask", "asked", "closed_early", "cut", "error",
-        "failed_at", "filename", "greenlet", "habits", "has_ended", "held_up", "is_calling",
+        "error_at", "failed_at", "filename", "greenlet", "habits", "has_ended", "held_up", "is_calling",
         "is_relaxed", "loop_depth", "mark", "memo", "near", "pulls", "randomness", "reached",
         "request", "rows_of", "saves", "seat", "slot", "step", "timeline", "trail", "turns",
         "unshared", "visit", "warnings",
@@ -152,6 +153,8 @@ class Worker:
         self.visit: OpenVisit | None = None
         self.closed_early: ClosedEarly | None = None
         self.error: BaseException | None = None
+        # The line of an error that was found where the block was at none any more.
+        self.error_at: Where | None = None
         # See Note [Errors that one stage sees alone] in `interleave.asks`.
         self.unshared: BaseException | None = None
         self._echoes: list[BaseException] = []

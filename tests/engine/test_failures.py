@@ -27,6 +27,7 @@ from nnsight_pp import (
     VLLM,
     EngineDiedError,
     EngineError,
+    OutOfOrderError,
     PullTimeoutError,
     RankDivergenceError,
     RowsError,
@@ -226,6 +227,19 @@ def test_a_write_that_does_not_fit_on_its_stage_is_the_error(model: VLLM) -> Non
                 total = float(late.sum())
                 layers[3].mlp.output = late[:0] * total
     assert at_line(caught.value) == "layers[3].mlp.output = late[:0] * total"
+
+
+def test_an_edit_behind_a_wait_for_a_call_is_refused_at_the_line_that_waited(
+    model: VLLM,
+) -> None:
+    layers = list(model.model.layers)
+    with pytest.raises(OutOfOrderError, match=r"edited after the block had\swaited") as caught:
+        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            early = layers[0].mlp.output
+            total = float(model.model.norm(early).sum())
+            early[:] = total
+    assert at_line(caught.value) == "total = float(model.model.norm(early).sum())"
+    assert "<- here" in str(caught.value)
 
 
 # ---- ranks that go different ways --------------------------------------------------------------

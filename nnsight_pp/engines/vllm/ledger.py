@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -321,6 +321,8 @@ class Ledger:
             is_echo = worker.is_echo if worker is not None else False
             is_echo = is_echo or (error is traced.error and traced.is_echo)
             failure = failure_of(error, traced.filename, self._stage, failed_at, is_echo=is_echo)
+            if not failure.frames and worker is not None and worker.error_at is not None:
+                failure = replace(failure, frames=(worker.error_at.frame(),))
         if worker is None or message is None or scope is None:
             return Report(traced.request, self._stage, traced.trace, failure=failure)
         beside = [traced] if traced.company is None else traced.company.in_order()
