@@ -97,10 +97,10 @@ class Worker:
     # Known to csrc/near.hpp by their names.
     __slots__ = (
         "_context", "_echoes", "_run", "apart_by", "ask", "asked", "closed_early", "cut", "error",
-        "error_at", "failed_at", "filename", "greenlet", "habits", "has_ended", "held_up", "is_calling",
-        "is_relaxed", "loop_depth", "mark", "memo", "near", "pulls", "randomness", "reached",
-        "request", "rows_of", "saves", "seat", "slot", "step", "timeline", "trail", "turns",
-        "unshared", "visit", "warnings",
+        "error_at", "failed_at", "filename", "greenlet", "habits", "has_ended", "held_up",
+        "is_calling", "is_relaxed", "loop_depth", "mark", "memo", "near", "pulls", "randomness",
+        "reached", "request", "rows_of", "saves", "seat", "slot", "step", "timeline", "trail",
+        "turns", "unshared", "visit", "warnings",
     )  # fmt: skip
 
     def __init__(
@@ -153,13 +153,11 @@ class Worker:
         self.visit: OpenVisit | None = None
         self.closed_early: ClosedEarly | None = None
         self.error: BaseException | None = None
-        # The line of an error that was found where the block was at none any more.
-        self.error_at: Where | None = None
+        self.error_at: Where | None = None  # where its block has no line any more
         # See Note [Errors that one stage sees alone] in `interleave.asks`.
         self.unshared: BaseException | None = None
         self._echoes: list[BaseException] = []
-        # Orders the failures of the stages: 2n after n asks, 2n + 1 when ask n was refused. The
-        # smallest that is not an echo is the first failure of the block.
+        # 2n after n asks, 2n + 1 when ask n was refused: the smallest, echoes apart, came first.
         self.failed_at = 0
         self.has_ended = False
         self.warnings: list[str] = []

@@ -123,7 +123,6 @@ class VLLM(VLLMTree):
             stack.enter_context(machine.engine_environment())
             if compat.IS_CPU:
                 stack.enter_context(machine.cpu_environment(self._num_ranks))
-            stack.enter_context(machine.environment_as_it_is())
             yield
 
     def _size_cache(self, config: Any) -> None:

@@ -109,7 +109,7 @@ def engine_environment() -> Iterator[None]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "PYTHONWARNINGS": ",".join(f"ignore::{kind.__name__}:{module}" for kind, module in _QUIET),
     }
-    with _set_by_default(names), warnings.catch_warnings():
+    with _set_by_default(names), _environment_as_it_is(), warnings.catch_warnings():
         # For an engine in this process, which reads no PYTHONWARNINGS any more.
         for kind, module in _QUIET:
             warnings.filterwarnings("ignore", category=kind, module=module)
@@ -117,7 +117,7 @@ def engine_environment() -> Iterator[None]:
 
 
 @contextmanager
-def environment_as_it_is() -> Iterator[None]:
+def _environment_as_it_is() -> Iterator[None]:
     """Let vLLM read the environment of now: an engine in this process has it read once for all.
 
     Source: vllm 0.32.0 v1/engine/core.py calls `envs.enable_envs_cache`. The ranks of a second
