@@ -18,8 +18,11 @@ namespace {
 // The slots of the two classes, in the order of their names.
 enum PointSlot { kFunction, kModule, kOther, kQuick, kBody, kPointSlots };
 Slots<kPointSlots> points{{"_function", "_module", "_other", "_quick", "body"}};
-enum GateSlot { kServe, kIsSkipping, kParked, kCounts, kObservers, kDriver, kGateSlots };
-Slots<kGateSlots> gates{{"serve", "is_skipping", "parked", "counts", "observers", "driver"}};
+enum GateSlot { kServe, kIsSkipping, kParked, kCounts, kObservers, kDriver, kRunning, kGateSlots };
+Slots<kGateSlots> gates{
+    {"serve", "is_skipping", "parked", "counts", "observers", "driver", "running"}};
+// What stands in an entry of `ServePoint._quick`.
+enum EntryItem { kView, kInto, kOut, kHeldAs, kByParent };
 
 PyObject* served_name = nullptr;
 
@@ -112,7 +115,7 @@ bool is_driving(PyObject* driver) {
 
 // The one open gate that looks on; what it was when the visit began.
 struct Visit {
-  Kept gate, serve, parked, counts, observers, driver, into, out;
+  Kept gate, serve, parked, counts, observers, driver, running, into, out, held_as;
   Visit(PyObject* looking, PyObject* entry)
       : gate(Kept::borrowed(looking)),
         serve(Kept::borrowed(gates.at(looking, kServe))),
@@ -120,8 +123,41 @@ struct Visit {
         counts(Kept::borrowed(gates.at(looking, kCounts))),
         observers(Kept::borrowed(gates.at(looking, kObservers))),
         driver(Kept::borrowed(gates.at(looking, kDriver))),
-        into(Kept::borrowed(PyTuple_GET_ITEM(entry, 1))),
-        out(Kept::borrowed(PyTuple_GET_ITEM(entry, 2))) {}
+        running(Kept::borrowed(gates.at(looking, kRunning))),
+        into(Kept::borrowed(PyTuple_GET_ITEM(entry, kInto))),
+        out(Kept::borrowed(PyTuple_GET_ITEM(entry, kOut))),
+        held_as(Kept::borrowed(PyTuple_GET_ITEM(entry, kHeldAs))) {}
+
+  // Find the locations of a shared module as `_View.enter` does; false with an error set.
+  bool look_for_caller(PyObject* by_parent) {
+    if (by_parent == Py_None) return true;
+    for (Py_ssize_t at = PyList_GET_SIZE(running.get()); at-- > 0;) {
+      Kept above = Kept::borrowed(PyList_GET_ITEM(running.get(), at));
+      PyObject* pair = PyDict_GetItemWithError(by_parent, above.get());
+      if (pair != nullptr) {
+        into = Kept::borrowed(PyTuple_GET_ITEM(pair, 0));
+        out = Kept::borrowed(PyTuple_GET_ITEM(pair, 1));
+        return true;
+      }
+      if (PyErr_Occurred()) return false;
+    }
+    return true;
+  }
+
+  // Note that a module which holds shared ones runs; false with an error set.
+  bool enter() const {
+    return held_as.get() == Py_None || PyList_Append(running.get(), held_as.get()) == 0;
+  }
+
+  // Note that its call is over. An error that is set stays.
+  void leave() const {
+    if (held_as.get() == Py_None) return;
+    PyObject *kind = nullptr, *error = nullptr, *trace = nullptr;
+    PyErr_Fetch(&kind, &error, &trace);
+    const Py_ssize_t size = PyList_GET_SIZE(running.get());
+    if (size > 0 && PyList_SetSlice(running.get(), size - 1, size, nullptr) < 0) PyErr_Clear();
+    PyErr_Restore(kind, error, trace);
+  }
 
   // Whether somebody waits for ``location``; -1 with an error set.
   int wants(PyObject* location) const {
@@ -136,7 +172,9 @@ PyObject* visit_module(PyObject* point, const Visit& visit, PyObject* const* arg
   if (wanted < 0) return nullptr;
   if (wanted || !is_driving(visit.driver.get())) return call_served(point, args, count, names);
   if (!count_visit(visit.counts.get(), visit.into.get())) return nullptr;
+  if (!visit.enter()) return nullptr;
   PyObject* value = call_forward(point, args, count, names);
+  visit.leave();
   if (value == nullptr) return nullptr;
   const int is_read = visit.wants(visit.out.get());
   PyObject* served = nullptr;
@@ -159,7 +197,7 @@ PyObject* point_call(PyObject* point, PyObject* const* args, Py_ssize_t count, P
   const Py_ssize_t num_views = quick.get() == nullptr ? 0 : PyTuple_GET_SIZE(quick.get());
   for (Py_ssize_t at = 0; at < num_views; ++at) {
     PyObject* view = PyTuple_GET_ITEM(quick.get(), at);
-    PyObject* gate = referent(PyTuple_GET_ITEM(view, 0));
+    PyObject* gate = referent(PyTuple_GET_ITEM(view, kView));
     if (gate == nullptr) continue;
     if (!gates.is_of(gate) || gates.at(gate, kServe) == nullptr) {
       Py_DECREF(gate);
@@ -172,12 +210,14 @@ PyObject* point_call(PyObject* point, PyObject* const* args, Py_ssize_t count, P
   }
   if (looking == nullptr) return call_forward(point, args, count, names);
   PyObject* value = nullptr;
-  const bool is_plain = !are_many && PyTuple_GET_ITEM(entry, 1) != Py_None &&
-                        points.at(point, kBody) == nullptr &&
+  const bool is_plain = !are_many && points.at(point, kBody) == nullptr &&
                         !gates.is_true(looking, kIsSkipping) &&
                         gates.at(looking, kParked) != nullptr;
   if (is_plain) {
-    value = visit_module(point, Visit(looking, entry), args, count, names);
+    Visit visit(looking, entry);
+    if (visit.look_for_caller(PyTuple_GET_ITEM(entry, kByParent))) {
+      value = visit_module(point, visit, args, count, names);
+    }
   } else {
     value = call_served(point, args, count, names);
   }

@@ -14,7 +14,7 @@ import functools
 import warnings
 import weakref
 from types import MethodType
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 from nnsight_pp.core.location import ROOT, Location
 from nnsight_pp.envoys.gate import Gate
@@ -74,6 +74,9 @@ def install_serve_points(modules: dict[str, torch.nn.Module], gate: Gate) -> Non
 _wrapped: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 _Pair = tuple[Location, Location]
+# A view; the module's locations, where its caller does not decide; as what it holds shared modules,
+# or None; its locations by the caller that decides, or None.
+_Quick: TypeAlias = "tuple[_View, Location, Location, str | None, dict[str, _Pair] | None]"
 
 
 @final
@@ -92,9 +95,9 @@ class _View(weakref.ref[Gate]):
             self._by_parent.setdefault(path.rpartition(".")[0], pair)
         self._held_as = holding[0] if holding else None
 
-    def fixed(self) -> _Pair | tuple[None, None]:
-        """Return the module's locations where they are the same in every call, else None twice."""
-        return self._first if not self._by_parent and self._held_as is None else (None, None)
+    def quick(self) -> _Quick:
+        """Return what `enter` and `leave` go by, for who does the same without them."""
+        return self, *self._first, self._held_as, self._by_parent or None
 
     def enter(self, gate: Gate) -> _Pair:
         """Return the module's locations in this call, and note that it runs."""
@@ -141,8 +144,7 @@ class ServePoint:
         self.body: Body | None = None
         # Replaced, never changed: a tree may be collected while the module looks through it.
         self._views: tuple[_View, ...] = ()
-        # Each view with the module's locations, None where these depend on the call.
-        self._quick: tuple[tuple[_View, Location | None, Location | None], ...] = ()
+        self._quick: tuple[_Quick, ...] = ()
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -176,7 +178,7 @@ class ServePoint:
 
     def _look_through(self, views: Iterable[_View]) -> None:
         self._views = tuple(views)
-        self._quick = tuple((view, view.fixed()[0], view.fixed()[1]) for view in self._views)
+        self._quick = tuple(view.quick() for view in self._views)
 
     # csrc/serve_point.cpp does the same, and leaves out the calls that would serve nobody.
     def call(self, *args: Any, **kwargs: Any) -> Any:

@@ -140,11 +140,25 @@ def test_shared_module_called_by_nobody_in_the_tree_has_its_first_path():
     ]
 
 
-def test_error_in_a_module_leaves_no_path_running():
+@pytest.mark.parametrize("wanted", ["model.a.rotary.output", "model.b.rotary.input"])
+def test_shared_module_is_served_under_the_caller_that_somebody_waits_for(wanted: str):
+    module, gate, seen = Shared(), Gate(), []
+    install_serve_points(module_paths(module), gate)
+    gate.serve = lambda location, value: seen.append(str(location)) or value
+    path, _, kind = wanted.rpartition(".")
+    gate.parked = {Location(path, kind): object()}
+    module(X)
+    assert wanted in seen
+    assert {one.rpartition(".")[0] for one in seen} == {path}
+    assert gate.running == []
+
+
+@pytest.mark.parametrize("parked", [None, {}])
+def test_error_in_a_module_leaves_no_path_running(parked):
     module = Shared()
     gate = Gate()
     install_serve_points(module_paths(module), gate)
-    gate.serve = lambda location, value: value
+    gate.serve, gate.parked = lambda location, value: value, parked
     with pytest.raises(RuntimeError):
         module(torch.ones(1, 9))
     assert gate.running == []
