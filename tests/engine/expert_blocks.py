@@ -17,10 +17,17 @@ if TYPE_CHECKING:
     from nnsight_pp import VLLM
 
 EXPERTS: dict[str, Callable[..., Any]] = {}
+# With an expert that every token goes to.
+SHARED: dict[str, Callable[..., Any]] = {}
 
 
 def experts(function: Callable[..., Any]) -> Callable[..., Any]:
     EXPERTS[function.__name__] = function
+    return function
+
+
+def shared(function: Callable[..., Any]) -> Callable[..., Any]:
+    SHARED[function.__name__] = function
     return function
 
 
@@ -120,3 +127,50 @@ def a_mixture_called(model: VLLM, layers: Any, mixture: Any) -> Any:
         far.output[:] = 0.1 * twice
         logits = model.logits.save()
     return scores, twice, same, out, logits
+
+
+@shared
+def what_a_shared_expert_takes_and_gives(model: VLLM, layers: Any, mixture: Any) -> Any:
+    near, far = mixture(layers[0]), mixture(layers[-1])
+    with trace(model, 2) as tracer:
+        found = [].save()
+        for _ in tracer.iter[:2]:
+            for one in (near, far):
+                found.append(one.shared_expert.input)
+                found.append(one.shared_expert.gate_up_proj.output[0])
+                found.append(one.shared_expert.act_fn.output)
+                found.append(one.shared_expert.down_proj.output[0])
+                found.append(one.shared_expert_gate.output[0])
+                found.append(one.shared_expert.output)
+            found.append(model.logits)
+    return found
+
+
+@shared
+def a_shared_expert_changed(model: VLLM, layers: Any, mixture: Any) -> Any:
+    near, far = mixture(layers[0]), mixture(layers[-1])
+    with trace(model, 2) as tracer:
+        found = [].save()
+        for _ in tracer.iter[:2]:
+            near.shared_expert.input[-1] *= 2
+            near.shared_expert.act_fn.output[:, 5] = 1
+            near.shared_expert.down_proj.output[0][-1, 3:] += 1
+            near.shared_expert_gate.output[0][:] = 0.5
+            near.shared_expert.output[-1, :9] = 0
+            found.append(near.output)
+            far.shared_expert.output = torch.tanh(far.shared_expert.output)
+            found.append(far.output)
+            found.append(model.logits)
+    return found
+
+
+@shared
+def a_shared_expert_called_and_skipped(model: VLLM, layers: Any, mixture: Any) -> Any:
+    near, far = mixture(layers[0]), mixture(layers[-1])
+    with trace(model):
+        own = near.shared_expert(near.input).save()
+        same = near.shared_expert.output.clone().save()
+        far.shared_expert.skip(3 * own)
+        late = far.output.save()
+        logits = model.logits.save()
+    return own, same, late, logits

@@ -17,10 +17,10 @@ import torch
 from engine import standard_blocks
 from engine.backends import Engine
 from engine.compare import assert_same
-from engine.expert_blocks import EXPERTS
+from engine.expert_blocks import EXPERTS, SHARED
 from engine.sharded import PROMPT
 from fakes.models import make_tiny
-from nnsight_pp import VLLM, BlockError, ConfigurationError, LanguageModel
+from nnsight_pp import VLLM, BlockError, ConfigurationError, LanguageModel, NotServedError
 
 
 class Family:
@@ -30,11 +30,12 @@ class Family:
         self.path = path
         self.mixture = "block_sparse_moe" if name == "mixtral" else "mlp"
         with contextlib.closing(Engine(str(path), 1, in_process=True)) as one:
-            self.wanted = {block: self.run(block, one) for block in EXPERTS}
+            self.blocks = EXPERTS | (SHARED if name == "qwen2_moe" else {})
+            self.wanted = {block: self.run(block, one) for block in self.blocks}
         self.engine = Engine(str(path), 1, tp=2)
 
     def run(self, block: str, engine: Engine) -> Any:
-        return EXPERTS[block](
+        return self.blocks[block](
             engine.model, engine.layers, lambda layer: getattr(layer, self.mixture)
         )
 
@@ -57,6 +58,32 @@ def family(
 def test_block(name: str, family: Family) -> None:
     assert_same(family.run(name, family.engine), family.wanted[name], name)
     family.engine.assert_idle()
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe"], indirect=True)
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_expert(name: str, family: Family) -> None:
+    assert_same(family.run(name, family.engine), family.wanted[name], name)
+    family.engine.assert_idle()
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe"], indirect=True)
+def test_a_shared_expert_gives_what_it_gives_on_hugging_face(family: Family) -> None:
+    """vLLM's has the gate inside; it runs in the layer that it is handed down to."""
+    here = LanguageModel(str(family.path), dtype=torch.float32, dispatch=True)
+    near = here.model.layers[0].mlp
+    with torch.no_grad(), here.trace(PROMPT):
+        inner = near.shared_expert.output.save()
+        gate = near.shared_expert_gate.output.save()
+    engine = family.engine
+    near = engine.layers[0].mlp
+    with engine.trace(PROMPT):
+        score = near.shared_expert_gate.output[0].save()
+        found = near.shared_expert.output.save()
+    assert_same([score, found], [gate[-len(score) :], (gate.sigmoid() * inner)[-len(found) :]])
+    with pytest.raises(NotServedError, match=r"is the module model\.model\.layers\.0\.mlp\.sh"):
+        with engine.trace(PROMPT):
+            near.experts._shared_experts._layer.output.save()
 
 
 @pytest.mark.parametrize("name", standard_blocks.BLOCKS)

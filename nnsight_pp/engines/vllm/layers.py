@@ -22,6 +22,7 @@ import torch
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -101,6 +102,7 @@ def rules_of(
     known: dict[tuple[Location, int], Rule] = {}
     for path, module in real.items():
         _add_layer_rules(known, path, module, whole.get(path), num_ranks)
+    _add_shared_expert_rules(known, real)
     regions = list(noted.regions())
     # Once through memory, once through rotary embeddings, and through memory again.
     _add_shared_memory(known, regions, num_ranks)
@@ -208,6 +210,25 @@ def _add_layer_rules(
             known[out] = Summand()
     elif kind is MoERunner and layer.moe_config.skip_final_all_reduce:
         known[out] = Summand()
+
+
+def _add_shared_expert_rules(
+    known: dict[tuple[Location, int], Rule], real: Mapping[str, torch.nn.Module]
+) -> None:
+    """Let what a shared expert gives be a summand where its last layer leaves its sum open.
+
+    Source: vllm 0.32.0 fused_moe/runner/moe_runner.py: `_maybe_reduce_shared_expert_output` or
+    `_maybe_reduce_final_output` sums it over the ranks, alone or with what the experts give.
+    """
+    experts: list[Any] = [one for one in real.values() if isinstance(one, SharedExperts)]
+    summing = set()
+    for one in experts:
+        last: Any = _without_adapter(getattr(one._layer, "down_proj", one))
+        if type(last) is linear.RowParallelLinear and last.tp_size > 1 and not last.reduce_results:
+            summing.add(id(one._layer))
+    for path, module in real.items():
+        if id(module) in summing:
+            known[Location(path, "output"), 0] = Summand()
 
 
 def _without_adapter(module: torch.nn.Module) -> torch.nn.Module:

@@ -87,6 +87,7 @@ class _Facts(NamedTuple):
     tp_rank: int
     real: list[str]
     served: list[Location]
+    handed_down: dict[str, str]
 
 
 class _Rank(compat.worker_base()):  # type: ignore[misc]
@@ -126,8 +127,10 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         root = VLLMTree(meta, self._load_tokenizer)
         root.gate = gate
         names = NamesTrial(root)
-        noted = self._trial_forward(runner, place, points, names)
-        self._stages = _stage_map(place, real, noted.order, meta)
+        served = self._trial_forward(runner, place, points, lambda _, value: value).order
+        handed_down = points.settle({location.path for location in served})
+        noted = self._trial_forward(runner, place, points, names.note)
+        self._stages = _stage_map(place, real, noted.order, meta, handed_down)
         joiner, root.splits = _joiner(place, real, compat.module_paths(meta), noted)
         is_last = place.stage == place.num_stages - 1
         caching = [path for path, module in real.items() if hasattr(module, "kv_cache")]
@@ -171,7 +174,13 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         add_tracing(runner, self.nnsight_side, TensorGroup() if place.tp_size > 1 else None)
         print_on_signal(turns.workers, str(place))
 
-    def _trial_forward(self, runner: Any, place: Place, points: Points, names: NamesTrial) -> Noted:
+    def _trial_forward(
+        self,
+        runner: Any,
+        place: Place,
+        points: Points,
+        see: Callable[[Location, Any], Any],
+    ) -> Noted:
         """Run the model once on a dummy token; return what is served here, in order.
 
         It also makes the buffers that a later stage receives activations in, which vLLM leaves out
@@ -180,7 +189,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         noted = Noted()
 
         def note(location: Location, value: Any) -> Any:
-            return names.note(location, noted.serve(location, value))
+            return see(location, noted.serve(location, value))
 
         points.open(note)
         try:
@@ -281,18 +290,26 @@ def _stage_map(
     real: dict[str, torch.nn.Module],
     served: list[Location],
     meta: torch.nn.Module,
+    handed_down: dict[str, str],
 ) -> StageMap:
     """Exchange what is real and what ran on each rank; derive the owner of each path."""
-    facts = compat.exchange(_Facts(place.stage, place.tp_rank, sorted(real), served))
+    facts = compat.exchange(
+        _Facts(place.stage, place.tp_rank, sorted(real), served, handed_down)
+    )
     leads = sorted((fact for fact in facts if fact.tp_rank == 0), key=lambda fact: fact.stage)
     known = {*compat.module_paths(meta), *(path for fact in facts for path in fact.real)}
     ran = [{location.path for location in fact.served} for fact in leads]
-    silent = {path for fact in leads for path in fact.real}.difference(*ran)
+    never = {path for fact in leads for path in fact.real}.difference(*ran)
+    silent = dict.fromkeys(never, _NEVER_CALLED) | {
+        path: f"It is the module {name}, and is served under that name."
+        for fact in leads
+        for path, name in fact.handed_down.items()
+    }
     return StageMap(
         [fact.real for fact in leads],
         ran,
         sorted(known),
-        dict.fromkeys(silent, _NEVER_CALLED),
+        silent,
         # What a forward meets twice has no one place in its order.
         [[item for item, times in Counter(fact.served).items() if times == 1] for fact in leads],
     )

@@ -31,16 +31,16 @@ class TensorGroup:
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's ``tensor``, by rank."""
-        sent = tensor.contiguous().reshape(1, -1)
-        if compat.IS_CPU and tensor.dtype not in _SHARED_MEMORY_TYPES:
-            sent = sent.view(torch.uint8)
-            if sent.shape[1] % 4:
-                sent = torch.nn.functional.pad(sent, (0, 4 - sent.shape[1] % 4))
-            sent = sent.view(torch.float32)
-        rows = self._group.all_gather(sent, 0)
-        if rows.dtype != tensor.dtype:
-            rows = rows.view(torch.uint8)[:, : tensor.nbytes].contiguous().view(tensor.dtype)
-        return [row.view(tensor.shape) for row in rows]
+        sent = tensor.contiguous().view(1, -1)
+        if not compat.IS_CPU or tensor.dtype in _SHARED_MEMORY_TYPES:
+            rows = self._group.all_gather(sent, 0)
+        elif tensor.nbytes % 4 == 0:
+            rows = self._group.all_gather(sent.view(torch.float32), 0).view(tensor.dtype)
+        else:
+            sent = torch.nn.functional.pad(sent.view(torch.uint8), (0, 4 - tensor.nbytes % 4))
+            rows = self._group.all_gather(sent.view(torch.float32), 0).view(torch.uint8)
+            rows = rows[:, : tensor.nbytes].contiguous().view(tensor.dtype)
+        return list(rows.view(self.size, *tensor.shape).unbind())
 
     def total(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of every rank's ``tensor``, in new memory."""

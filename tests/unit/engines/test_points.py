@@ -74,3 +74,78 @@ def test_shutting_twice_and_opening_twice_change_nothing_more() -> None:
     points.open(lambda _, value: value)
     points.shut()
     assert forwards(net) == before
+
+
+class Inner(torch.nn.Module):
+    """Calls what it was handed."""
+
+    def __init__(self, extra: torch.nn.Module) -> None:
+        super().__init__()
+        self._layer = extra
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self._layer(value)
+
+
+class Outer(torch.nn.Module):
+    """Holds a module that only the one inside calls, which itself holds one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = torch.nn.Sequential(torch.nn.Identity())
+        self.inner = Inner(self.extra)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.inner(value)
+
+
+class Twice(torch.nn.Module):
+    """Calls a module itself, and lets another call it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.nn.Identity()
+        self.inner = Inner(self.own)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.own(value))
+
+
+def outputs_served(points: Points, net: torch.nn.Module) -> list[str]:
+    served: list[Location] = []
+
+    def note(location: Location, value: Any) -> Any:
+        served.append(location)
+        return value
+
+    points.open(note)
+    net(torch.ones(2))
+    points.shut()
+    return [location.path for location in served if location.kind == "output"]
+
+
+def test_a_module_handed_down_is_served_under_its_holders_name() -> None:
+    net = torch.nn.Sequential(Outer(), Outer())
+    points = Points(module_paths(net), Gate())
+    ran = outputs_served(points, net)
+    assert "model.0.inner._layer" in ran
+    assert points.settle(ran) == {
+        f"model.{index}.inner._layer{end}": f"model.{index}.extra{end}"
+        for index in range(2)
+        for end in ("", ".0")
+    }
+    one = ["extra.0", "extra", "inner"]
+    assert outputs_served(points, net) == [
+        *(f"model.0.{name}" for name in one), "model.0",
+        *(f"model.1.{name}" for name in one), "model.1",
+        "model",
+    ]  # fmt: skip
+
+
+def test_a_module_that_two_call_keeps_both_names() -> None:
+    net = torch.nn.Sequential(Twice())
+    points = Points(module_paths(net), Gate())
+    ran = outputs_served(points, net)
+    assert points.settle(ran) == {}
+    assert outputs_served(points, net) == ran
+    assert {"model.0.own", "model.0.inner._layer"} <= set(ran)
