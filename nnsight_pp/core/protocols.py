@@ -190,11 +190,20 @@ class JoinedValue(Protocol):
         ...
 
     def cut_of(self, cut: Cut, where: Callable[[], Any]) -> Cut:
-        """Return ``cut``, or one that refuses what blocks may not see or write.
+        """Return ``cut`` for one visit, or one that refuses what blocks may not see or write.
 
         Args:
             cut: How a worker sees values.
             where: Returns the line of its block, for a message.
+        """
+        ...
+
+    def written(self, cut: Cut, value: Any) -> Any:
+        """Return what went through ``cut`` into ``value``; None where that is surely nothing.
+
+        Args:
+            cut: What `cut_of` gave for this visit.
+            value: What the model goes on with.
         """
         ...
 

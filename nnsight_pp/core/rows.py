@@ -194,15 +194,19 @@ class TokenCut:
         rows: The request's rows.
         below: For token ids, how many there are: an id beyond would end the engine.
         edits: Gets an entry whenever an edit is put back. Default: a list of its own.
+
+    Attributes:
+        has_put: Whether an edit was put back through this very cut.
     """
 
-    __slots__ = ("_below", "edits", "rows")
+    __slots__ = ("_below", "edits", "has_put", "rows")
 
     def __init__(
         self, rows: Rows, below: int | None = None, edits: list[bool] | None = None
     ) -> None:
         self.rows = rows
         self._below = below
+        self.has_put = False
         self.edits: list[bool] = [] if edits is None else edits
 
     def _is_rows(self, leaf: torch.Tensor) -> bool:
@@ -279,6 +283,7 @@ class TokenCut:
                 return value
             self.check(value, served)
         self.edits.append(True)
+        self.has_put = True
         fresh = iter(zip(new, known, strict=True))
         return map_leaves(value, lambda leaf: self._put_leaf(leaf, *next(fresh)))
 

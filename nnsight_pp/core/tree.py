@@ -55,6 +55,8 @@ def children(value: Any) -> list[Any] | None:
     """Return what the container ``value`` holds, in order; None for a leaf."""
     # CAUTION: a remote value answers `isinstance` by moving bytes, so its type is asked.
     kind = type(value)
+    if kind is torch.Tensor or value is None:  # nearly all of them
+        return None
     if issubclass(kind, (torch.Tensor, RemoteValue)):
         return None
     if kind is tuple or kind is list or _is_named(kind):

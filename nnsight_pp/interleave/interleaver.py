@@ -266,7 +266,7 @@ class Interleaver:
         worker.visit = visit
         self.resume(worker, answer)
         if joined is not None:
-            self._agree(worker, cut.give(handed.value))
+            self._agree(worker, joined.written(cut, handed.value))
 
     def _agree(self, worker: Worker, written: Any = None, *, has_failed: bool = False) -> None:
         """See Note [Ranks agree after every turn] in `interleave.agreement`."""

@@ -94,12 +94,13 @@ class Joined:
             return
         if not any(ruled):
             return
-        rest = iter(ruled)
         with torch.inference_mode(False), torch.no_grad():
-            self.value = map_leaves(self._live, lambda leaf: self._whole(leaf, next(rest)))
+            wholes = [self._whole(leaf, rule) for leaf, rule in zip(tensors, ruled, strict=True)]
+        rest = iter(wholes)
+        self.value = map_leaves(self._live, lambda _: next(rest))
         self._wholes = [
             (leaf, leaf._version if rule is not None else 0)
-            for leaf, rule in zip(leaves(self.value), ruled, strict=True)
+            for leaf, rule in zip(wholes, ruled, strict=True)
         ]
         self._rules = ruled
 
@@ -121,20 +122,38 @@ class Joined:
         )
 
     def cut_of(self, cut: Cut, where: Callable[[], Where | None]) -> Cut:
-        """Return ``cut``, or one that refuses a value that is not whole, or ids of no rank."""
+        """Return a cut of this visit, or one that refuses a value that is not whole.
+
+        It refuses ids that no rank has, too.
+        """
         if self.refused:
             return _RefusingCut(lambda: self.error(where()))
-        below = self._parts.num_ids(self._location)
-        if below is None or not isinstance(cut, TokenCut):
+        if not isinstance(cut, TokenCut):
             return cut
-        return TokenCut(cut.rows, below, cut.edits)
+        return TokenCut(cut.rows, self._parts.num_ids(self._location), cut.edits)
+
+    def written(self, cut: Cut, value: Any) -> Any:
+        """Return what went through ``cut`` into ``value``; None where that is surely nothing.
+
+        A value without edits is what the ranks have joined or compared before.
+        """
+        return None if isinstance(cut, TokenCut) and not cut.has_put else cut.give(value)
 
     def split(self, value: Any) -> Any:
         """Return what this rank's model goes on with, when blocks have left ``value``."""
         if not self._wholes:
             return value
+        if value is self.value and not self._is_edited():
+            return self._live
         rest = iter(zip(leaves(self._live), self._wholes, self._rules, strict=True))
         return map_leaves(value, lambda leaf: self._part(leaf, *next(rest)))
+
+    def _is_edited(self) -> bool:
+        """Whether a whole tensor was edited in place since it was joined."""
+        return any(
+            rule is not None and leaf._version != version
+            for (leaf, version), rule in zip(self._wholes, self._rules, strict=True)
+        )
 
     def _part(self, leaf: Any, live: Any, known: tuple[Any, int], rule: Rule | None) -> Any:
         if rule is None or not isinstance(live, torch.Tensor):
@@ -277,23 +296,38 @@ class Parts:
         A collective whose message has the same size whatever is compared: ranks that come to it
         from different places meet here, and see that they do.
         """
-        tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
         assert len(facts) == NUM_FACTS
-        slots = [sums_of(tensor) for tensor in tensors]
-        for rest in slots[_SLOTS:]:
-            slots[_SLOTS - 1] = slots[_SLOTS - 1] + rest.to(slots[_SLOTS - 1].device)
-        device = tensors[0].device if tensors else torch.device(self._group.device)
-        slots = [one.to(device) for one in slots[:_SLOTS]]
-        slots += [torch.zeros(_SUMS, dtype=torch.float64, device=device)] * (_SLOTS - len(slots))
-        head = torch.tensor(list(facts), dtype=torch.float64, device=device)
-        rows = self._gathered([head, *slots])
+        tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+        parts = self._group.gather(self._message(facts, tensors))
+        if all(torch.equal(part, parts[0]) for part in parts[1:]):
+            return None
+        with torch.inference_mode(False), torch.no_grad():
+            rows = torch.stack(parts).cpu()
         differs = (rows[:, :NUM_FACTS] != rows[0, :NUM_FACTS]).any(0).nonzero()
         if len(differs):
             return int(differs[0])
-        sums = rows[:, NUM_FACTS:]
+        if bool((rows[:, NUM_FACTS] != rows[0, NUM_FACTS]).any()):
+            return VALUES
+        sums = rows[:, NUM_FACTS + 1 :]
         if all(_agree(sums, place, tensor) for place, tensor in enumerate(tensors[:_SLOTS])):
             return None
         return VALUES
+
+    def _message(self, facts: Sequence[float], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the facts, how many tensors there are, and the sums of each of the first."""
+        numbers = [*facts, float(len(tensors))]
+        device = tensors[0].device if tensors else torch.device(self._group.device)
+        if not tensors:
+            numbers += [0.0] * (_SLOTS * _SUMS)
+            return torch.tensor(numbers, dtype=torch.float64, device=device)
+        slots = [sums_of(tensor).to(device) for tensor in tensors]
+        for rest in slots[_SLOTS:]:
+            slots[_SLOTS - 1] = slots[_SLOTS - 1] + rest
+        empty = [0.0] * (_SUMS * max(0, _SLOTS - len(slots)))
+        head, tail = torch.tensor([*numbers, *empty], dtype=torch.float64, device=device).split(
+            [len(numbers), len(empty)]
+        )
+        return torch.cat([head, *slots[:_SLOTS], tail])
 
     def _gathered(self, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return every rank's ``numbers``, a row for each rank, on the host."""

@@ -89,9 +89,13 @@ def join(rule: Columns, parts_TP: Sequence[torch.Tensor]) -> torch.Tensor:
     Raises:
         PartShapeError: A part does not have the shares that the rule says.
     """
-    sizes = [rule.sizes_in(part, len(parts_TP)) for part in parts_TP]
+    first = parts_TP[0]
+    extents = rule.sizes_in(first, len(parts_TP))
     pieces = [
-        part.split(extents, dim=rule.axis) for part, extents in zip(parts_TP, sizes, strict=True)
+        part.split_with_sizes(
+            extents if part.shape == first.shape else rule.sizes_in(part, len(parts_TP)), rule.axis
+        )
+        for part in parts_TP
     ]
     return torch.cat(
         [

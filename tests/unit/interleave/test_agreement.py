@@ -103,6 +103,12 @@ def writes_its_rank(rank: int, out: list[Any]) -> None:
     read(WHOLE)[0, 0] = os.getpid() + rank
 
 
+def clears_alone(rank: int, out: list[Any]) -> None:
+    value = read(FUSED)
+    if rank:
+        value[:] = 0
+
+
 def raises_alone(rank: int, out: list[Any]) -> None:
     read(FUSED)
     if rank == 1:
@@ -149,6 +155,7 @@ def catches_in_a_call(rank: int, out: list[Any]) -> None:
         asks_from_the_start,
         asks_less,
         writes_its_rank,
+        clears_alone,
         raises_alone,
         calls_alone,
         calls_with_its_own,
