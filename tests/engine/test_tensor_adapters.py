@@ -14,11 +14,15 @@ from vllm.lora.request import LoRARequest
 from engine.compare import assert_same
 from engine.lora_models import RANK, plain_model, with_random_adapter
 from nnsight_pp import VLLM, NNsight
+from nnsight_pp.engines.vllm import client
+from nnsight_pp.engines.vllm.batch import Batch
 
 PROMPT, OTHER = "one two three four", "a small river runs"
 HEAD = 32
 # What an adapter is added to: columns of a fused layer, and both row-parallel layers.
 TARGETS = {"q_proj": "self_attn", "o_proj": "self_attn", "up_proj": "mlp", "down_proj": "mlp"}
+SECOND_TARGETS = {"k_proj": "self_attn", "v_proj": "self_attn", "down_proj": "mlp"}
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +39,14 @@ def adapted(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoRAR
 
 
 @pytest.fixture(scope="module")
+def second(plain: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[LoRARequest, Any]:
+    """The same for another adapter, of other layers."""
+    folder = tmp_path_factory.mktemp("second")
+    merged = with_random_adapter(plain, folder, SECOND_TARGETS, alpha=2 * RANK, seed=8)
+    return LoRARequest("second", 2, str(folder)), merged
+
+
+@pytest.fixture(scope="module")
 def model(tiny_llama_path: Path) -> Iterator[VLLM]:
     """An engine that compiles the steps without a block."""
     model = VLLM(
@@ -44,6 +56,7 @@ def model(tiny_llama_path: Path) -> Iterator[VLLM]:
         max_model_len=128,
         enable_lora=True,
         max_lora_rank=8,
+        max_loras=2,
         kv_cache_memory_bytes=64 << 20,
     )
     try:
@@ -99,6 +112,74 @@ def test_values_of_a_request(
     assert_same(found, wanted, "values")
     other = here(plain if is_adapted else merged, tiny_llama_path, PROMPT, is_cut=is_cut)
     assert (wanted[-1] - other[-1]).abs().max() > 0.1, "the adapter changes nothing"
+    assert model.request_counts() == [0, 0]
+
+
+def greedy(module: Any, path: Path, prompt: str) -> tuple[list[torch.Tensor], list[int]]:
+    """Return the logits and the ids of a few steps by the model of this process."""
+    ids = AutoTokenizer.from_pretrained(path)(prompt, return_tensors="pt").input_ids
+    logits = []
+    with torch.no_grad():
+        for _ in range(STEPS):
+            logits.append(module(ids).logits[0, -1:])
+            ids = torch.cat([ids, logits[-1].argmax(-1)[None]], 1)
+    return logits, ids[0, -STEPS:].tolist()
+
+
+def test_two_adapters_and_none_with_blocks_and_without_in_one_step(
+    model: VLLM,
+    plain: Any,
+    adapted: tuple[LoRARequest, Any],
+    second: tuple[LoRARequest, Any],
+    tiny_llama_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A name that all blocks share keeps their requests in the same steps."""
+    (first_request, first), (second_request, other) = adapted, second
+    batches: list[Batch] = []
+
+    def kept(*args: Any) -> Batch:
+        batches.append(Batch(*args))
+        return batches[-1]
+
+    monkeypatch.setattr(client, "Batch", kept)
+    cut: list[Any] = []
+    with_second: list[Any] = []
+    with_none: list[Any] = []
+    near = model.model.layers[0]
+    with model.trace(temperature=0.0, max_tokens=STEPS, ignore_eos=True) as tracer:
+        with tracer.invoke(PROMPT, lora_request=first_request):
+            shared = near.self_attn.qkv_proj.output[0][:, :128].clone()
+            cut += values(model, True)
+        with tracer.invoke(OTHER, lora_request=second_request):
+            pass
+        with tracer.invoke(PROMPT, lora_request=second_request):
+            early = (near.self_attn.qkv_proj.output[0][:, :128] - shared).save()
+            with_second.append(model.logits)
+            for _ in tracer.iter[1:STEPS]:
+                with_second.append(model.logits)
+        with tracer.invoke(OTHER):
+            pass
+        with tracer.invoke(PROMPT):
+            apart = (near.self_attn.qkv_proj.output[0][:, :128] - shared).save()
+            with_none.append(model.logits)
+            for _ in tracer.iter[1:STEPS]:
+                with_none.append(model.logits)
+        with tracer.invoke(OTHER, lora_request=first_request):
+            pass
+
+    wanted = here(first, tiny_llama_path, PROMPT, is_cut=True)
+    assert_same(cut, wanted, "the first adapter, a head zeroed")
+    query = here(plain, tiny_llama_path, PROMPT, is_cut=False)[0]
+    assert_same([early, apart], [query - wanted[0]] * 2, "beside it")
+    by_itself = [greedy(module, tiny_llama_path, PROMPT)[0] for module in (other, plain)]
+    assert_same([with_second, with_none], by_itself, "with a block")
+    assert (by_itself[0][0] - by_itself[1][0]).abs().max() > 0.1, "the adapter changes nothing"
+    (batch,) = batches
+    found = [list(one.outputs[0].token_ids) for one in batch.outputs]
+    untraced = [greedy(module, tiny_llama_path, OTHER)[1] for module in (other, plain, first)]
+    assert [found[at] for at in (1, 3, 5)] == untraced
+    assert len({tuple(one) for one in untraced}) == 3, "the adapters change nothing"
     assert model.request_counts() == [0, 0]
 
 
