@@ -45,7 +45,12 @@ def page(
     rows: Sequence[Row], columns: Sequence[Column], found: Found, facts: Mapping[str, str]
 ) -> str:
     """Return the text of the page."""
-    heads = [(one, beside) for one in columns for beside in _sides(one, columns)]
+    heads = [
+        (one, beside)
+        for one in columns
+        for beside in (False, True)
+        if (rows[0].name, one.name, beside) in found
+    ]
     parts = [_INTRODUCTION, _table(["", ""], [[name, said] for name, said in facts.items()])]
     parts.append("## Totals")
     kinds = [kind for kind in Kind if kind is not Kind.ABSENT]
@@ -95,10 +100,6 @@ Which block gives what on which backend. This page is written by a run; nobody e
 [blocks.py](../tests/engine/blocks.py), [blocks_of_values.py](../tests/engine/blocks_of_values.py),
 [blocks_of_control.py](../tests/engine/blocks_of_control.py) and
 [refused_blocks.py](../tests/engine/refused_blocks.py)."""
-
-
-def _sides(column: Column, columns: Sequence[Column]) -> tuple[bool, ...]:
-    return (False,) if column is columns[0] else (False, True)
 
 
 def _head(column: Column, beside: bool) -> str:

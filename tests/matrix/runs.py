@@ -158,17 +158,20 @@ def run_all(
     rows: Callable[[], Sequence[Row]],
     values: Path,
     limit_s: float,
+    *,
+    is_alone: bool = False,
 ) -> dict[tuple[str, str, bool], Cell]:
     """Return the cells by row, column and whether others ran beside.
 
-    The first column is the one that the others are compared with; nothing runs beside it.
+    The first column is the one that the others are compared with; nothing runs beside it, nor
+    beside any if ``is_alone``.
     """
     found: dict[tuple[str, str, bool], Cell] = {}
     for column in columns:
         is_first = column is columns[0]
         cells = Cells(Task(column, start, rows, values, is_first), limit_s)
         try:
-            for is_beside in (False,) if is_first else (False, True):
+            for is_beside in (False,) if is_first or is_alone else (False, True):
                 for row in rows():
                     cell = Cell(Kind.ABSENT)
                     if row.runs(column.place):
