@@ -170,8 +170,7 @@ class Pair:
 
     def read(self, value: Any) -> tuple[torch.Tensor, bool]:
         """Return the sum of the two parts."""
-        hidden, residual = value
-        return hidden + residual, True
+        return _sum(*value), True
 
     def write(self, value: Any, tensor: torch.Tensor) -> Any:
         """Return the pair of which ``tensor`` is the sum."""
@@ -179,8 +178,21 @@ class Pair:
         return rebuild(value, _split(hidden, residual, tensor))
 
 
+def _sum(hidden: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    if hidden.shape != residual.shape:
+        raise NotSupportedError(
+            explain(
+                f"A stream is kept in parts of shape {list(hidden.shape)} and "
+                f"{list(residual.shape)}.",
+                why="Only parts of one shape add up to it; a part may be split over ranks.",
+                todo="Use the `.output` and `.input` of the model's own modules.",
+            )
+        )
+    return hidden + residual
+
+
 def _split(hidden: torch.Tensor, residual: torch.Tensor, new: torch.Tensor) -> list[torch.Tensor]:
-    is_same = (hidden + residual == new).all(-1, keepdim=True)
+    is_same = (_sum(hidden, residual) == new).all(-1, keepdim=True)
     zeros = torch.zeros_like(residual)
     return [torch.where(is_same, hidden, new), torch.where(is_same, residual, zeros)]
 
@@ -205,7 +217,7 @@ class Input:
         """Return the argument, or the sum of the two."""
         hidden = _argument(value, self._first)
         residual = None if self._second is None else _argument(value, self._second)
-        return (hidden, False) if residual is None else (hidden + residual, True)
+        return (hidden, False) if residual is None else (_sum(hidden, residual), True)
 
     def write(self, value: Any, tensor: torch.Tensor) -> Any:
         """Return the call's arguments with ``tensor`` for what a read gives."""

@@ -17,7 +17,7 @@ import torch
 from engine import standard_blocks
 from engine.backends import Engine, Local
 from engine.compare import assert_same
-from engine.sharded import SHARDED, WIDE
+from engine.sharded import PROMPT, SHARDED, WIDE
 from engine.sharded_surface import SURFACE, assert_alike_on_every_rank
 from engine.table import BLOCKS, IS_WHOLE, assert_block_same
 from nnsight_pp import LanguageModel
@@ -63,6 +63,40 @@ def test_one_text_in_standard_names(name: str, four: Engine, named: dict[str, An
 
 def test_standard_values_are_the_same_on_every_rank(four: Engine, tmp_path: Path) -> None:
     assert_alike_on_every_rank(four, tmp_path)
+
+
+def test_a_pull_carries_the_whole_once_to_each_rank_of_the_other_stage(four: Engine) -> None:
+    near, far = four.layers[0], four.layers[-1]
+
+    def crossed() -> list[tuple[int, int, int]]:
+        """Return the stage of each rank, and the pulls and bytes that came to it."""
+        return [
+            (
+                rank["stage"],
+                sum(one["pulls"] for one in rank["traffic"].values()),
+                sum(one["bytes_received"] for one in rank["traffic"].values()),
+            )
+            for rank in four.model.statistics()
+        ]
+
+    before = crossed()
+    with four.trace(PROMPT):
+        heads = near.self_attn.o_proj.input
+        far.self_attn.o_proj.input[:] += heads
+        far.mlp.output[:] += heads
+        shape = heads.shape.save()
+    found = [
+        (stage, pulls - old_pulls, num_bytes - old_bytes)
+        for (stage, pulls, num_bytes), (_, old_pulls, old_bytes) in zip(
+            crossed(), before, strict=True
+        )
+    ]
+    whole_bytes = 4 * shape.numel()
+    assert shape[1] == 128
+    assert [(stage, pulls) for stage, pulls, _ in found] == [(0, 0)] * 2 + [(1, 1)] * 2
+    # Names and numbers go with it, and what the stages say at the end.
+    texts_bytes = [num_bytes - (stage == 1) * whole_bytes for stage, _, num_bytes in found]
+    assert all(0 < one < 2000 for one in texts_bytes), texts_bytes
 
 
 @pytest.fixture(scope="module")

@@ -293,9 +293,7 @@ def _stage_map(
     handed_down: dict[str, str],
 ) -> StageMap:
     """Exchange what is real and what ran on each rank; derive the owner of each path."""
-    facts = compat.exchange(
-        _Facts(place.stage, place.tp_rank, sorted(real), served, handed_down)
-    )
+    facts = compat.exchange(_Facts(place.stage, place.tp_rank, sorted(real), served, handed_down))
     leads = sorted((fact for fact in facts if fact.tp_rank == 0), key=lambda fact: fact.stage)
     known = {*compat.module_paths(meta), *(path for fact in facts for path in fact.real)}
     ran = [{location.path for location in fact.served} for fact in leads]

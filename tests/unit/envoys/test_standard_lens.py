@@ -68,6 +68,17 @@ def test_a_value_that_does_not_fit_is_refused(wrong):
         cut_of(Pair()).check(pair(), wrong)
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(2, 4), (1, 4), (5, 1)])
+def test_parts_of_a_stream_that_have_other_shapes_are_refused(rows, columns):
+    """A residual that ranks have split over tokens, or one that torch would spread."""
+    hidden, residual = pair()[0], torch.ones(rows, columns)
+    with pytest.raises(NotSupportedError, match=r"parts of shape \[3, 4\] and"):
+        cut_of(Pair()).give((hidden, residual))
+    pick = Input(1, "hidden_states", (2, "residual"))
+    with pytest.raises(NotSupportedError, match=r"parts of shape \[3, 4\] and"):
+        cut_of(pick).give(((torch.arange(5), hidden, residual), {}))
+
+
 def test_rows_that_are_not_numbers_are_written():
     value = pair()
     new, rest = edited(cut_of(Pair()), value, lambda served: served[0].fill_(float("nan")))

@@ -69,6 +69,19 @@ def test_untouched_locations_cost_no_collective():
     assert ranks[0].group.num_collectives == 10 + 1 + 2 + 1
 
 
+def test_a_value_is_joined_once_for_all_who_read_it():
+    def counted(num_requests: int) -> int:
+        def twice(rank: int, out: list[Any]) -> None:
+            out.extend([read(FUSED), read(FUSED)])
+
+        ranks, _ = run_split({f"r{index}": twice for index in range(num_requests)})
+        assert [worker.error for worker in ranks[0].workers.values()] == [None] * num_requests
+        return ranks[0].group.num_collectives
+
+    # Of the model five, of a request four comparisons, and the one gather.
+    assert [counted(one) for one in (1, 2, 3)] == [5 + 4 + 1, 5 + 2 * 4 + 1, 5 + 3 * 4 + 1]
+
+
 def test_a_value_that_no_rule_makes_whole_is_refused_at_its_line():
     def block(rank: int, out: list[Any]) -> None:
         try:
