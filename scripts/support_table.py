@@ -71,16 +71,35 @@ ROWS: dict[str, tuple[tuple[Tests, ...], ...]] = {
         (_RAY,),
     ),
     "values in pieces, as on one rank": (
-        (Tests(_TP, ("test_sharded_block",), "2 ranks"),),
+        (
+            Tests(_TP, ("test_sharded_block",), "2 ranks"),
+            Tests(_BOTH, ("test_sharded_block_on_three",), "3 ranks, SmolLM2"),
+        ),
         (),
-        (Tests(_BOTH, ("test_sharded_block",), "2 stages of 2 ranks"),),
+        (Tests(_BOTH, ("test_sharded_block[", "test_a_pull"), "2 stages of 2 ranks"),),
         (),
         (),
     ),
     "standard names and attention patterns": (
-        (Tests(_TP, ("test_one_text", "test_standard_values"), "2 ranks"),),
+        (
+            Tests(_TP, ("test_one_text", "test_standard_values"), "2 ranks"),
+            Tests(_BOTH, ("test_one_text_in_standard_names_on_three",), "3 ranks, SmolLM2"),
+        ),
         (Tests("engine/test_architectures.py", ("test_one_text",), "2 stages, families"),),
-        (Tests(_BOTH, ("test_one_text", "test_standard_values"), "2 stages of 2 ranks"),),
+        (
+            Tests(
+                _BOTH,
+                ("test_one_text_in_standard_names[", "test_standard_values"),
+                "2 stages of 2 ranks",
+            ),
+        ),
+        (),
+        (),
+    ),
+    "blocks that one rank refuses": (
+        (Tests(_TP, ("test_refused_block",), "2 ranks"),),
+        (),
+        (),
         (),
         (),
     ),
@@ -98,12 +117,22 @@ ROWS: dict[str, tuple[tuple[Tests, ...], ...]] = {
         (),
     ),
     "mixtures of experts": (
-        (Tests(_EXPERTS, ("test_block", "test_one_text"), "2 ranks, Mixtral and Qwen2-MoE"),),
+        (
+            Tests(
+                _EXPERTS,
+                ("test_block", "test_one_text", "test_shared", "test_a_shared"),
+                "2 ranks, Mixtral and Qwen2-MoE",
+            ),
+        ),
         (Tests("engine/test_architectures.py", ("[mixtral",), "2 stages, Mixtral"),),
         (),
         (
             _NO_EXPERTS,
-            Tests(_RULES, ("test_what_experts_give",), "rules, on vLLM's layer classes"),
+            Tests(
+                _RULES,
+                ("test_what_experts_give", "test_what_a_shared"),
+                "rules, on vLLM's layer classes",
+            ),
         ),
         (),
     ),
@@ -121,7 +150,13 @@ ROWS: dict[str, tuple[tuple[Tests, ...], ...]] = {
         (),
     ),
     "LoRA requests": (
-        (Tests("engine/test_tensor_adapters.py", ("test_values_of_a_request",), "2 ranks"),),
+        (
+            Tests(
+                "engine/test_tensor_adapters.py",
+                ("test_values_of_a_request", "test_two_adapters"),
+                "2 ranks",
+            ),
+        ),
         (Tests("engine/test_adapters.py", ("test_",), "2 stages"),),
         (),
         (),

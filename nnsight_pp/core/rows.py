@@ -209,6 +209,14 @@ class TokenCut:
         self.has_put = False
         self.edits: list[bool] = [] if edits is None else edits
 
+    def for_visit(self, below: int | None) -> TokenCut:
+        """Return a cut of one visit, which tells whether something was put back in it.
+
+        Args:
+            below: How many token ids there are, where that is known of the visit only.
+        """
+        return TokenCut(self.rows, self._below if below is None else below, self.edits)
+
     def _is_rows(self, leaf: torch.Tensor) -> bool:
         return leaf.dim() > 0 and leaf.shape[0] == self.rows.total
 

@@ -130,7 +130,7 @@ class Joined:
             return _RefusingCut(lambda: self.error(where()))
         if not isinstance(cut, TokenCut):
             return cut
-        return TokenCut(cut.rows, self._parts.num_ids(self._location), cut.edits)
+        return cut.for_visit(self._parts.num_ids(self._location))
 
     def written(self, cut: Cut, value: Any) -> Any:
         """Return what went through ``cut`` into ``value``; None where that is surely nothing.

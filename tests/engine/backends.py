@@ -205,6 +205,7 @@ class Engine:
         tp: int = 1,
         in_process: bool = False,
         enforce_eager: bool = True,
+        **options: Any,
     ) -> None:
         """Start an engine; ``in_process`` schedules here, so that batches are alike each time."""
         self.name = f"vllm-{stages}" if tp == 1 else f"vllm-{stages}-tp{tp}"
@@ -217,6 +218,7 @@ class Engine:
             max_model_len=256,
             max_num_batched_tokens=512,
             kv_cache_memory_bytes=256 << 20,
+            **options,
         )
         with pytest.MonkeyPatch.context() as patch:
             if in_process:

@@ -16,15 +16,19 @@ from torch.nn.functional import linear as product
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.fused_moe.layer import FusedMoEFactory
+from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExpertsOrder
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
 )
 from vllm.model_executor.models.deepseek_v2 import DeepSeekV2FusedQkvAProjLinear
+from vllm.model_executor.models.qwen2_moe import Qwen2MoeMLP
 
 from nnsight_pp.core.location import Location
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.layers import Noted, num_ids_of, rules_of, weight_rule
+from nnsight_pp.engines.vllm.shared_experts import forget_outputs, run_in_turn, shared_experts
+from nnsight_pp.envoys.serve_point import module_paths
 from nnsight_pp.parallel.parts import ColumnGroup, Columns, Summand, join, share
 
 PATH = "model.layer"
@@ -254,6 +258,46 @@ def test_what_experts_give_is_whole_or_a_summand(reduces: bool, is_whole: bool):
         rules = rules_of({PATH: layer}, {PATH: whole}, noted, 2)
         assert rules == ({} if reduces else {OUT: (Summand(),)})
         assert weight_rule(experts, whole.routed_experts, "w13_weight", 2) is None
+
+
+@pytest.mark.parametrize("reduces", [True, False])
+def test_what_a_shared_expert_gives_is_a_summand_where_its_last_layer_leaves_the_sum(reduces: bool):
+    def make() -> torch.nn.Module:
+        expert = Qwen2MoeMLP(64, 32, "silu", reduce_results=reduces, prefix="shared")
+        experts = FusedMoEFactory(
+            num_experts=4, top_k=2, hidden_size=64, intermediate_size=128,
+            shared_experts=expert, prefix="experts",
+        )  # fmt: skip
+        return torch.nn.ModuleDict({"shared": expert, "experts": experts})
+
+    (whole,), parts = built(make, 1), built(make, 2)
+    noted = Noted()
+    out = Location("model.shared", "output")
+    noted.serve(out, torch.zeros(1, 64))
+    rules = rules_of(module_paths(parts[1]), module_paths(whole), noted, 2)
+    assert rules == ({} if reduces else {out: (Summand(),)})
+
+
+def test_shared_experts_run_in_turn_and_leave_nothing_of_a_failed_step():
+    (layer,) = built(
+        lambda: FusedMoEFactory(
+            num_experts=4, top_k=2, hidden_size=64, intermediate_size=128,
+            shared_experts=torch.nn.Identity(), prefix="experts",
+        ),
+        1,
+    )  # fmt: skip
+    (experts,) = shared_experts(layer)
+    stream: Any = object()
+    experts._stream = stream
+    with pytest.raises(ZeroDivisionError), run_in_turn([experts]):
+        assert experts._stream is None
+        experts(torch.ones(1), SharedExpertsOrder.NO_OVERLAP)
+        raise ZeroDivisionError
+    assert experts._stream is stream
+    forget_outputs([experts])
+    with run_in_turn([experts]):
+        experts(torch.zeros(1), SharedExpertsOrder.NO_OVERLAP)
+    assert experts.output.tolist() == [0]
 
 
 def test_latent_attention_has_heads_in_parts_and_latents_whole():

@@ -1,7 +1,7 @@
 """Values that ranks hold in pieces, on two tensor-parallel ranks in each of two stages.
 
 With `NNSIGHT_PP_MATRIX=1` also the whole table of blocks: on SmolLM2, whose nine heads three ranks
-split, and in two stages of two ranks on a random Qwen2 of its size.
+split, beside the blocks above, and in two stages of two ranks on a random Qwen2 of its size.
 """
 
 from __future__ import annotations
@@ -111,6 +111,38 @@ def test_block_on_three_ranks(
     name: str, three: Engine, reference: Callable[[str], dict[str, Any]]
 ) -> None:
     assert_same(BLOCKS[name](three), reference(name), name)
+
+
+@pytest.fixture(scope="module")
+def wanted_of_one(smollm2_path: Path, three: Engine) -> Callable[[str], Any]:
+    """Returns what a block about pieces gives on one rank."""
+    given: dict[str, Any] = {}
+    with closing(Engine(str(smollm2_path), 1, in_process=True)) as engine:
+        given |= {name: block(engine.model, engine.layers) for name, block in PIECES.items()}
+    return given.__getitem__
+
+
+@needs_matrix
+@pytest.mark.parametrize("name", PIECES)
+def test_sharded_block_on_three_ranks(
+    name: str, three: Engine, wanted_of_one: Callable[[str], Any]
+) -> None:
+    """Each rank has three of nine heads, and one of three that hold keys and values."""
+    assert_same(PIECES[name](three.model, three.layers), wanted_of_one(name), name)
+    three.assert_idle()
+
+
+@needs_matrix
+@pytest.mark.parametrize("name", standard_blocks.BLOCKS)
+def test_one_text_in_standard_names_on_three_ranks(
+    name: str, three: Engine, smollm2_path: Path
+) -> None:
+    local = LanguageModel(str(smollm2_path), dtype=torch.float32, dispatch=True)
+    run = standard_blocks.BLOCKS[name]
+    with torch.no_grad():
+        wanted = run(local, standard_blocks.on_language_model(local))
+    assert_same(run(three.model, standard_blocks.on_vllm(three.model)), wanted, name)
+    three.assert_idle()
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 
 The whole table of `blocks.py` and the blocks in standard names against the local model, on a random
 Qwen2 whose layers are as many and as wide as SmolLM2's; the blocks about pieces (`sharded.py`,
-`sharded_surface.py`) against one rank; and blocks that differ between the ranks, which must be
-found and named.
+`sharded_surface.py`) against one rank; the blocks that one rank refuses; and blocks that differ
+between the ranks, which must be found and named.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import torch
 from engine import standard_blocks
 from engine.backends import PROMPT, SHORT, Engine, Local
 from engine.compare import assert_same
+from engine.refused_blocks import REFUSED
 from engine.sharded import SHARDED, WIDE
 from engine.sharded_surface import SURFACE, assert_alike_on_every_rank
 from engine.table import BLOCKS
+from matrix.cells import ONE, Kind, Row, judged
 from nnsight_pp import LanguageModel, NotSupportedError, RankDivergenceError, RowsError
 
 PIECES = {**SHARDED, **SURFACE}
@@ -77,6 +79,13 @@ def nothing_is_left(engine: Engine) -> Iterator[None]:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_block(name: str, engine: Engine, here: Callable[[str], Any]) -> None:
     assert_same(BLOCKS[name](engine), here(name), name)
+
+
+@pytest.mark.parametrize("name", [name for name, one in REFUSED.items() if ONE in one.where])
+def test_refused_block(name: str, engine: Engine) -> None:
+    row = Row(name, REFUSED[name].run, REFUSED[name])
+    cell, _ = judged(row, engine, ONE, None, None)
+    assert cell.kind is Kind.REFUSED, cell.why
 
 
 @pytest.mark.parametrize("name", PIECES)

@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from nnsight_pp.core.tree import copied
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.schedule import with_ended
+from nnsight_pp.engines.vllm.shared_experts import forget_outputs, run_in_turn, shared_experts
 from nnsight_pp.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
+    from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
 
     from nnsight_pp.engines.vllm.side import RankSide
     from nnsight_pp.engines.vllm.tensor_group import TensorGroup
@@ -36,6 +39,7 @@ class TracingRunner:
 
     nnsight_side: RankSide | None = None
     nnsight_group: TensorGroup | None = None
+    nnsight_experts: Sequence[SharedExperts] = ()
 
     def execute_model(
         self, scheduler_output: Any, intermediate_tensors: Any = None, *args: Any, **kwargs: Any
@@ -70,7 +74,7 @@ class TracingRunner:
         if side is None or not side.is_eager:
             return forward(*args, **kwargs)
         compat.skip_compiled()
-        with compat.run_eagerly():
+        with compat.run_eagerly(), run_in_turn(self.nnsight_experts):
             return self._forward_with_blocks(side, forward, args, kwargs)
 
     def _forward_with_blocks(
@@ -95,6 +99,7 @@ class TracingRunner:
             if group is not None and not group.have_all_failed(repr(error)):
                 end_of_rank("the model failed on one tensor-parallel rank alone", error)
             side.model_failed(error)
+            forget_outputs(self.nnsight_experts)
             return forward(*spare[0], **spare[1])
         finally:
             side.leave_forward(rows)
@@ -156,3 +161,4 @@ def add_tracing(runner: Any, side: RankSide, group: TensorGroup | None) -> None:
         runner.__class__ = type(f"Tracing{kind.__name__}", (TracingRunner, kind), {})
     runner.nnsight_side = side
     runner.nnsight_group = group
+    runner.nnsight_experts = shared_experts(runner.get_model())
