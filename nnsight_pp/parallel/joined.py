@@ -287,7 +287,10 @@ class Parts:
 
     def is_same(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether every rank holds the same ``tensors``. A collective."""
-        rows = self._gathered([sums_of(tensor) for tensor in tensors])
+        parts = self._group.gather(torch.cat([sums_of(tensor) for tensor in tensors]))
+        if _are_equal(parts):
+            return True
+        rows = _on_host(parts)
         return all(_agree(rows, place, tensor) for place, tensor in enumerate(tensors))
 
     def first_difference(self, facts: Sequence[float], value: Any) -> int | None:
@@ -299,10 +302,9 @@ class Parts:
         assert len(facts) == NUM_FACTS
         tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
         parts = self._group.gather(self._message(facts, tensors))
-        if all(torch.equal(part, parts[0]) for part in parts[1:]):
+        if _are_equal(parts):
             return None
-        with torch.inference_mode(False), torch.no_grad():
-            rows = torch.stack(parts).cpu()
+        rows = _on_host(parts)
         differs = (rows[:, :NUM_FACTS] != rows[0, :NUM_FACTS]).any(0).nonzero()
         if len(differs):
             return int(differs[0])
@@ -329,10 +331,16 @@ class Parts:
         )
         return torch.cat([head, *slots[:_SLOTS], tail])
 
-    def _gathered(self, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return every rank's ``numbers``, a row for each rank, on the host."""
-        with torch.inference_mode(False), torch.no_grad():
-            return torch.stack(self._group.gather(torch.cat(list(numbers)))).cpu()
+
+def _are_equal(parts: Sequence[torch.Tensor]) -> bool:
+    """Whether every rank sent the same numbers, and only numbers."""
+    return all(torch.equal(part, parts[0]) for part in parts[1:])
+
+
+def _on_host(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a row for each rank."""
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.stack(list(parts)).cpu()
 
 
 def sums_of(tensor: torch.Tensor) -> torch.Tensor:
