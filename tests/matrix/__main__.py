@@ -51,7 +51,7 @@ def main() -> int:
     if given.kept is not None:
         cells = [[*place, cell.kind, cell.why] for place, cell in found.items()]
         given.kept.write_text(json.dumps([seconds, cells]))
-    facts["took"] = f"{seconds / 60:.0f} minutes"
+    facts["took"] = f"{seconds / 60:.0f} minutes" + (", in pieces" if given.kept else "")
     shown = [row for row in ROWS if any(name == row.name for name, _, _ in found)]
     given.out.write_text(page(shown, columns, found, facts))
     bad = sum(cell.kind in BAD for cell in found.values())
