@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 NUM_BEFORE = 3
 NUM_NEIGHBOURS = 7
+# Of those, the ones that have a block.
+NUM_BEFORE_WITH_BLOCK, NUM_AFTER_WITH_BLOCK = 1, 4
 
 
 # In place of the names of edits: also those without a name are not run.
@@ -152,6 +154,9 @@ class Neighbours:
             # A trace that is refused before anything runs, runs none of them.
             if batch.outputs:
                 after = len(guests) - NUM_BEFORE
+                own = batch.most_in_step.values()
+                most = max(list(own)[NUM_BEFORE_WITH_BLOCK:-NUM_AFTER_WITH_BLOCK], default=None)
+                assert not most or most > 1, "its steps held nobody else"
                 self._check([*batch.outputs[:NUM_BEFORE], *batch.outputs[-after:]], guests)
         if error is not None:
             raise error

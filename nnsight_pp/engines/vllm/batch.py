@@ -150,6 +150,8 @@ class Batch:
             request.edits.board(request.params, root)
         # What each stage has pulled for the blocks of this run, once it is over.
         self.pulls: list[tuple[int, PullRecord]] = []
+        # By trace: how many requests the fullest step of a block's request has held.
+        self.most_in_step: dict[str, int] = {}
         # How each request has ended; one for each sequence.
         self.ends: list[End] = []
         self.outputs: list[Any] = []
@@ -284,6 +286,10 @@ class Batch:
                 self._complete((report.saved, report.grown), request)
                 for stage, found in report.statistics.items():
                     self.pulls += [(int(stage), record) for record in found.get("pulls", ())]
+                    most = max(
+                        found.get("most_in_step", 0), self.most_in_step.get(request.trace, 0)
+                    )
+                    self.most_in_step[request.trace] = most
                 for name, change in report.grown.items():
                     apply_change(request.message.names[name], change)
                 if report.failure is not None and first is None:

@@ -55,6 +55,7 @@ class TracedRequest:
         given: The values of earlier traces of its session that it got.
         rows_of: vLLM's id of the request whose rows the block sees.
         has_edited: Whether its block has changed what a cache has seen.
+        most_in_step: How many requests, with it, the fullest of its steps has held.
     """
 
     request: str
@@ -71,6 +72,7 @@ class TracedRequest:
     given: list[LazyRemoteTensor] = field(default_factory=list)
     rows_of: str = ""
     has_edited: bool = False
+    most_in_step: int = 0
 
     def __post_init__(self) -> None:
         self.rows_of = self.rows_of or self.request
@@ -84,6 +86,11 @@ class TracedRequest:
         """Let the worker see these rows of the batch, or none."""
         if self.worker is not None:
             self.worker.cut = None if rows is None else TokenCut(rows)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what a report tells of its steps and its pulls."""
+        pulls = () if self.worker is None else tuple(self.worker.pulls.values())
+        return {"pulls": pulls, "most_in_step": self.most_in_step}
 
     @property
     def filename(self) -> str:
@@ -349,7 +356,7 @@ class Ledger:
             () if failure is not None else tuple(worker.warnings),
             trail=(worker.asked, worker.trail),
             results=tuple(name for name in saved if own[name] is result),
-            statistics={"pulls": tuple(worker.pulls.values())},
+            statistics=traced.statistics(),
             kept={} if failure else self._residents.bound(message, traced.request, own, saved),
         )
 

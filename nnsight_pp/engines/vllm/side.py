@@ -107,7 +107,8 @@ class RankSide:
     def begin_step(self, output: Any) -> None:
         """Take in new requests, bring awaited values, and open the step of each traced request."""
         together: dict[str, list[tuple[TracedRequest, compat.Scheduled]]] = {}
-        for item in compat.scheduled(output):
+        items = compat.scheduled(output)
+        for item in items:
             is_new = self._ledger.get(item.request) is None and compat.carried(item.new) is not None
             traced = None
             try:
@@ -136,6 +137,8 @@ class RankSide:
             first = company.in_order()[0]
             failed = first.error is not None
             self._turns.agree(first.request, is_new=is_new, has_failed=failed)
+        for traced in self._in_step:
+            traced.most_in_step = max(traced.most_in_step, len(items))
 
     def _open(self, traced: TracedRequest, item: compat.Scheduled, *, is_new: bool) -> None:
         self._in_step.append(traced)
