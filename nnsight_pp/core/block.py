@@ -63,7 +63,7 @@ class Block:
             SyntaxError: The block holds a statement that only its own function could run, such
                 as `return`; the error stands at the user's line.
         """
-        return self._known.code
+        return self.known.code
 
     def compile(self, body: list[ast.stmt] | None = None) -> None:
         """Compile the block now.
@@ -74,28 +74,29 @@ class Block:
         Raises:
             SyntaxError: As `code` does.
         """
-        if body is not None and "_known" not in self.__dict__:
-            self.__dict__["_known"] = _compile(self, body)
+        if body is not None and "known" not in self.__dict__:
+            self.__dict__["known"] = _compile(self, body)
         self.code()
 
     def reads(self) -> frozenset[str]:
         """Return the names that the block, or anything nested in it, looks up around itself."""
-        return self._known.facts.reads
+        return self.known.facts.reads
 
     def binds(self) -> frozenset[str]:
         """Return the names that the block itself binds."""
-        return self._known.facts.binds
+        return self.known.facts.binds
 
     def does_nothing(self) -> bool:
         """Whether the block is compiled to nothing, as `pass` is."""
-        return self._known.facts.does_nothing
+        return self.known.facts.does_nothing
 
     def binds_more(self) -> bool:
         """Whether the block may bind names that `binds` cannot know."""
-        return self._known.binds_more
+        return self.known.binds_more
 
     @cached_property
-    def _known(self) -> _Compiled:
+    def known(self) -> Compiled:
+        """What compiling it has shown."""
         return _compiled(self)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -128,14 +129,24 @@ def lines_of(text: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Compiled:
+class Compiled:
+    """A block as code, and what that says.
+
+    Attributes:
+        code: Its code.
+        facts: What its operations say.
+        binds_more: Whether it may bind names that they do not show.
+        lines: Its line numbers.
+    """
+
     code: CodeType
     facts: Facts
     binds_more: bool
+    lines: range
 
 
 @lru_cache(maxsize=512)
-def _compiled(block: Block) -> _Compiled:
+def _compiled(block: Block) -> Compiled:
     holder = ast.parse(_text_of(block), block.filename).body[0]
     assert isinstance(holder, ast.If)
     return _compile(block, holder.body)
@@ -153,7 +164,7 @@ def _text_of(block: Block) -> str:
     return "\n" * (block.first_line - 2) + "if 1:\n" + block.source
 
 
-def _compile(block: Block, body: list[ast.stmt]) -> _Compiled:
+def _compile(block: Block, body: list[ast.stmt]) -> Compiled:
     module = ast.Module(body=body, type_ignores=[])
 
     def compiled(tree: ast.Module) -> CodeType:
@@ -167,9 +178,9 @@ def _compile(block: Block, body: list[ast.stmt]) -> _Compiled:
         facts = facts_of(code)
     # `from x import *` is compiled to an intrinsic call by some versions.
     binds_more = bool(facts.reads & _BIND_MORE) or "import *" in block.source
-    return _Compiled(
-        code.replace(co_name=block.name, co_qualname=block.name), facts, binds_more=binds_more
-    )
+    code = code.replace(co_name=block.name, co_qualname=block.name)
+    lines = range(block.first_line, block.first_line + block.source.count("\n"))
+    return Compiled(code, facts, binds_more=binds_more, lines=lines)
 
 
 class Scope(dict[str, Any]):

@@ -55,6 +55,10 @@ class WholeCut:
         return served if assigned else value
 
 
+# It knows nothing, so one is enough.
+WHOLE = WholeCut()
+
+
 class BatchCut:
     """Views of a request's rows where the leading size is exactly the batch's."""
 

@@ -234,7 +234,7 @@ class LanguageModel(PromptNames, NNsight):
             if ships:
                 check_ships(self._origin() or self, [self, self.tokenizer], invocations)
             call = self._call_of(mode, fn, invocations, options)
-            invocations[0].warnings.extend(call.warnings)
+            invocations[0].warn(call.warnings)
             callee = self._callee(mode, fn, self._finished)
             arguments = (call.args, call.kwargs)
             self._run_call(callee, self._module, arguments, call.cuts, invocations)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from greenlet import getcurrent
 
-from nnsight_pp.core.rows import WholeCut
+from nnsight_pp.core.rows import WHOLE
 from nnsight_pp.envoys.cache_view import Cache
 from nnsight_pp.envoys.gate import Gate
 from nnsight_pp.envoys.row_batch import on_device_of
@@ -58,6 +58,8 @@ class LocalForest(Forest):
         # The turns of the run that is on, and the node at which it started.
         self._turns: Interleaver | None = None
         self._start: TreeNode | None = None
+        # Those of the last run, where that has left nothing behind.
+        self._spare: Interleaver | None = None
         # The named arguments of the call that is on.
         self.named: Mapping[str, Any] = {}
         self._switch: Any = None  # `thread_state.ThreadState`
@@ -141,7 +143,8 @@ class LocalForest(Forest):
         cuts, invocations = blocks
         stored = [edit.invocation() for edit in edits]
         switch = self._loaded_switch()
-        turns = self._turns = Interleaver(VisitClock(), switch)
+        spare, self._spare = self._spare, None
+        turns = self._turns = spare or Interleaver(VisitClock(), switch)
         self._start, turns.asks.surface, self.named = start, self, arguments[1]
         self.open_asks = turns.asks
         workers: list[Worker] = []
@@ -149,7 +152,7 @@ class LocalForest(Forest):
         try:
             for number, one in enumerate((*stored, *invocations)):
                 worker = _worker(number, len(stored), one, switch)
-                worker.cut = WholeCut() if number < len(stored) else cuts[number - len(stored)]
+                worker.cut = WHOLE if number < len(stored) else cuts[number - len(stored)]
                 workers.append(worker)
                 turns.add(worker)
                 if turns.failed is not None:
@@ -161,20 +164,22 @@ class LocalForest(Forest):
                 result = call(*args, **kwargs)
                 self.gate.serve = None
                 for worker in workers:
-                    turns.finish(worker.request, result)
+                    if not worker.has_ended:
+                        turns.finish(worker.request, result)
             is_over = True
         except _AbandonedRun:
             is_over = True
         finally:
             self.gate.close()
             failed, turns.failed = turns.failed, None
-            turns.observers.at.clear()
             for worker in workers:
-                turns.drop(worker.request)
+                if not worker.has_ended:
+                    turns.drop(worker.request)
                 worker.let_go()
             if not is_over:
                 _unwound(workers)
-            turns.asks.surface = None
+            is_clean = turns.renew() and is_over and failed is None
+            self._spare = turns if is_clean else None
             self._turns = self._start = self.open_asks = None
             self.named = {}
         _settle(failed, workers, (*stored, *invocations), len(stored))
@@ -203,18 +208,10 @@ class LocalForest(Forest):
 
 
 def _worker(number: int, num_stored: int, invocation: Invocation, switch: Switch) -> Worker:
-    given = [invocation]
-
-    def run() -> None:
-        own = given.pop()  # the worker outlives its names
-        try:
-            exec(own.block.code(), own.scope)
-        finally:
-            own.is_over = True
-
     slot = switch.new_slot(torch.is_grad_enabled())
     request = f"invoke {number - num_stored}"
-    worker = Worker(request, run, invocation.block.filename, slot, saves=invocation.saves)
+    filename = invocation.block.filename
+    worker = Worker(request, invocation.run, filename, slot, saves=invocation.saves)
     worker.seat = number
     return worker
 
@@ -244,10 +241,10 @@ def _settle(
         if number >= num_stored:
             one = invocations[number]
             if worker.warnings:
-                one.warnings.extend(worker.warnings)
+                one.warn(worker.warnings)
             one.take_bound()
         elif len(invocations) > num_stored:
-            invocations[num_stored].warnings.extend(worker.warnings)
+            invocations[num_stored].warn(worker.warnings)
         else:
             for text in worker.warnings:
                 warnings.warn(text, UserWarning, stacklevel=2)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nnsight_pp.core.rows import BatchCut, Rows, WholeCut
+from nnsight_pp.core.rows import WHOLE, BatchCut, Rows
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.errors import ConfigurationError, explain
 
@@ -55,7 +55,7 @@ def joined(
         )
     if len(given) == 1:
         one = given[0]
-        return Joined((one.inputs, one.kwargs), [WholeCut() for _ in invocations])
+        return Joined((one.inputs, one.kwargs), [WHOLE] * len(invocations))
     sizes = [
         size_of(*one.inputs, **one.kwargs) if one.inputs or one.kwargs else 0 for one in invocations
     ]
@@ -68,7 +68,7 @@ def joined(
     start, total = 0, sum(sizes)
     for size in sizes:
         alone = not size or len(rows) == 1
-        cuts.append(WholeCut() if alone else BatchCut(Rows(start, size, total)))
+        cuts.append(WHOLE if alone else BatchCut(Rows(start, size, total)))
         start += size
     return Joined((args, kwargs), cuts)
 

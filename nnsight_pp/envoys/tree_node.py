@@ -145,7 +145,7 @@ class TreeNode:
     def root(self) -> Any:
         """The topmost node."""
         node = self
-        while (above := node.parent) is not None:
+        while node._parent is not None and (above := node._parent()) is not None:
             node = above
         return node
 

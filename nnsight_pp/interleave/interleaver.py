@@ -39,7 +39,7 @@ from greenlet import getcurrent
 from nnsight_pp.core.ask import Join, Read, Step, Write
 from nnsight_pp.core.lens import through
 from nnsight_pp.core.location import RESULT, Location
-from nnsight_pp.core.rows import WholeCut
+from nnsight_pp.core.rows import WHOLE
 from nnsight_pp.core.tree import copied
 from nnsight_pp.interleave.agreement import together
 from nnsight_pp.interleave.asks import Asks
@@ -166,7 +166,7 @@ class Interleaver:
             workers = () if left is None else tuple(x for x in left if id(x.ask) not in served)
         value = handed.leave()  # blocks that share names may have edited it since they had it
         for worker, _ in () if joined is None else handed.visits:
-            self._agree(worker, (worker.cut or WholeCut()).give(value))
+            self._agree(worker, (worker.cut or WHOLE).give(value))
         return value if joined is None else joined.split(value)
 
     def open_step(self, request: str, step: int) -> None:
@@ -228,6 +228,21 @@ class Interleaver:
         if self._link is not None:
             self._link.release(request)
 
+    def renew(self) -> bool:
+        """Forget every visit and every block; return whether another run may have these turns.
+
+        Call it when all requests have ended. It may where nobody is left waiting for anything.
+        """
+        asks = self.asks
+        self._workers.clear()
+        asks.finishing.clear()
+        self._observed.clear()
+        self.failed = asks.surface = None
+        if self.clock.counts is not None:
+            self.clock.counts.clear()
+        is_idle = not (self._parked.by_location or asks.waiting or asks.released or self.skips.held)
+        return is_idle and self.clock.counts is not None
+
     def workers(self, request: str | None = None) -> list[Worker]:
         """Return every worker of this rank, or those of ``request``, on any thread."""
         if request is not None:
@@ -244,7 +259,7 @@ class Interleaver:
 
     def _hand(self, worker: Worker, ask: Read | Write, handed: Handed, joined: _Joined) -> None:
         """Open a visit of ``handed`` for ``worker``, and let it run."""
-        cut = worker.cut or WholeCut()
+        cut = worker.cut or WHOLE
         if joined is not None:
             cut = joined.cut_of(cut, worker.where)
         visit = OpenVisit(handed, through(ask.seen, cut))
@@ -304,7 +319,8 @@ class Interleaver:
         self._turn(worker, self.switch.throw, error)
 
     def _turn(self, worker: Worker, step: Callable[[Any, Any, Any], Any], argument: Any) -> None:
-        self._unpark(worker)
+        if worker.ask is not None:
+            self._unpark(worker)
         worker.greenlet.parent = getcurrent()
         if worker.randomness is None:
             step(worker.slot, worker.greenlet, argument)
@@ -318,7 +334,7 @@ class Interleaver:
     def ended(self, worker: Worker) -> None:
         """Take note of the end of ``worker``."""
         worker.leave_greenlet()
-        if worker.error is None:
+        if worker.error is None and worker.closed_early is not None:
             worker.error = self.asks.order.late_edit(worker)
         if worker.error is None:
             return

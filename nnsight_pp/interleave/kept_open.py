@@ -61,8 +61,9 @@ def watch(worker: Worker, visit: OpenVisit, wait: str) -> None:
 def commit_last(worker: Worker) -> None:
     """Let the edits of a worker land that has ended without asking for anything else."""
     visit, worker.visit = worker.visit, None
-    is_over = worker.error is not None and not isinstance(worker.error, EarlyStopException)
-    if visit is None or visit.handed.is_over or is_over:
+    if visit is None or visit.handed.is_over:
+        return
+    if worker.error is not None and not isinstance(worker.error, EarlyStopException):
         return
     try:
         visit.commit() if worker.timeline is None else visit.commit_read()

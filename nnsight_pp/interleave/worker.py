@@ -121,7 +121,7 @@ class Worker:
         self.timeline: Timeline | None = None  # where blocks share names on an engine
         self.filename = filename
         self.slot = slot
-        self._run = run
+        self._run: Callable[[], None] | None = run
         self._context = copy_context() if context is None else context
         self.saves = SavedSet() if saves is None else saves
         self.randomness = randomness
@@ -156,7 +156,7 @@ class Worker:
         self.error_at: Where | None = None  # where its block has no line any more
         # See Note [Errors that one stage sees alone] in `interleave.asks`.
         self.unshared: BaseException | None = None
-        self._echoes: list[BaseException] = []
+        self._echoes: tuple[BaseException, ...] = ()
         # 2n after n asks, 2n + 1 when ask n was refused: the smallest, echoes apart, came first.
         self.failed_at = 0
         self.has_ended = False
@@ -171,8 +171,10 @@ class Worker:
     def run(self) -> None:
         """Run the block to its end; called by its greenlet."""
         active_saves.set(self.saves)
+        run, self._run = self._run, None  # the worker outlives its names
+        assert run is not None
         try:
-            self._run()
+            run()
         except LoopCut:
             pass  # the loop outran the run; `interleaver.finish` has noted the warning
         except BaseException as error:
@@ -207,7 +209,7 @@ class Worker:
             if self.timeline is not None:
                 self.timeline.fail(self, error)
         if is_echo:
-            self._echoes.append(error)
+            self._echoes = (*self._echoes, error)
         return error
 
     def leave_greenlet(self) -> None:
@@ -225,8 +227,9 @@ class Worker:
     def let_go(self) -> None:
         """Drop what the block has seen and saved: a worker and its greenlet hold each other."""
         self.memo = None
-        self.saves = SavedSet()
-        self._context.run(active_saves.set, None)
+        if self.greenlet is not None or self.error is not None:
+            self.saves = SavedSet()
+            self._context.run(active_saves.set, None)
 
     def abandon(self) -> None:
         """Give up on a block that catches whatever it is thrown and asks on."""

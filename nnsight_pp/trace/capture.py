@@ -55,6 +55,9 @@ def source_lines(filename: str) -> list[str]:
     """Return the lines of ``filename`` with their ends, or an empty list when there are none."""
     if filename == "<string>":
         return _command_lines()
+    entry = linecache.cache.get(filename)
+    if entry is not None and len(entry) > 1:  # as `getlines` does
+        return entry[2]
     return linecache.getlines(filename)
 
 
@@ -360,15 +363,19 @@ class BodyCapture:
         self._outer: Any = sys.gettrace()
         self._local: Any = frame.f_trace
         # Coverage's tracer written in C, or None.
-        is_counting = type(self._outer).__module__.partition(".")[0] == "coverage"
-        self.counting: Any = self._outer if is_counting else None
-        first = self.block.first_line
-        self._body = range(first, first + self.block.source.count("\n"))
+        self.counting: Any = None
+        if self._outer is not None:
+            is_counting = type(self._outer).__module__.partition(".")[0] == "coverage"
+            self.counting = self._outer if is_counting else None
+        known = self.block.known
+        self._body = known.lines
         # The first instruction of the items behind the tracer: these are entered in the block.
-        self._later = _begin_of_items(frame) if self.block.around else None
-        frame.f_trace_opcodes = self._later is not None
+        self._later = None
+        if self.block.around:
+            self._later = _begin_of_items(frame)
+            frame.f_trace_opcodes = self._later is not None
         # A block of nothing may run, and what it raises no handler would catch.
-        if not self.block.does_nothing():
+        if not known.facts.does_nothing:
             frame.f_trace = self._skip
 
     # A method, not a closure: one that returns itself would keep the frame.
@@ -382,7 +389,8 @@ class BodyCapture:
 
     def release(self) -> None:
         """Put back the trace functions that were there before."""
-        self.frame.f_trace_opcodes = False
+        if self._later is not None:
+            self.frame.f_trace_opcodes = False
         self.frame.f_trace = self._local
         sys.settrace(self._outer)
 

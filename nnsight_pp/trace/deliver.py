@@ -48,6 +48,7 @@ def deliver(frame: FrameType, names: Mapping[str, Any]) -> None:
             frame.f_globals[name] = value
     if _IS_COPIED:
         _locals_to_fast(frame, 0)
+        scope.clear()
 
 
 def _local_names(code: CodeType) -> frozenset[str]:
@@ -60,10 +61,14 @@ def _local_names(code: CodeType) -> frozenset[str]:
     return known[1]
 
 
-def let_go(frame: FrameType) -> None:
-    """Empty the copy of ``frame``'s names that looking at them has left on it.
+def local_names(frame: FrameType) -> dict[str, Any]:
+    """Return a copy of the names of ``frame``, which a function runs in.
 
-    Up to Python 3.12 that copy lives as long as the frame, and keeps what the user has deleted.
+    Up to Python 3.12 the frame has a copy too once its names were looked at. That one lives as long
+    as the frame, and would keep what the user has deleted, so it is emptied.
     """
-    if _IS_COPIED and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        frame.f_locals.clear()
+    seen = frame.f_locals
+    names = dict(seen)
+    if _IS_COPIED:
+        seen.clear()
+    return names

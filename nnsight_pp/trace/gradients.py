@@ -196,15 +196,9 @@ def _tracer(loss: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _run(invocation: Invocation, backward: Callable[[], None]) -> None:
     switch: Any = thread_state.load()
     turns = Interleaver(VisitClock(), switch)
-    given = [invocation]
-
-    def run() -> None:
-        own = given.pop()  # the worker outlives its names
-        exec(own.block.code(), own.scope)
-
     worker = Worker(
         _REQUEST,
-        run,
+        invocation.run,
         invocation.block.filename,
         switch.new_slot(torch.is_grad_enabled()),
         saves=invocation.saves,
@@ -228,7 +222,7 @@ def _run(invocation: Invocation, backward: Callable[[], None]) -> None:
         errors = [worker.error]
         worker.error = None
         raise_again(errors.pop())
-    invocation.warnings.extend(worker.warnings)
+    invocation.warn(worker.warnings)
     invocation.take_bound()
 
 

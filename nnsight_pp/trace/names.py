@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, final
 
 from nnsight_pp.core.block import Scope
 from nnsight_pp.errors import explain
+from nnsight_pp.trace.deliver import local_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -57,13 +58,12 @@ def names_of(frame: FrameType, shared: Any = None) -> Names:
     cell that is run again, would else find the value that the last run left there.
     """
     siblings = () if shared is None else (shared,)
-    # Each look at `f_locals` copies them, up to Python 3.12.
-    own, outer = frame.f_locals, frame.f_globals
-    is_block = isinstance(outer, Scope)
+    outer = frame.f_globals
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return Names((*siblings, local_names(frame), outer), isinstance(outer, Scope))
+    own = frame.f_locals
     if own is not outer:
-        is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
-        own = dict(own) if is_function else {**_closed_over(frame), **own}
-        return Names((*siblings, own, outer), is_block)
+        return Names((*siblings, {**_closed_over(frame), **own}, outer), isinstance(outer, Scope))
     if isinstance(outer, Scope):
         return Names((*siblings, *outer.layers()), is_block=True)
     return Names((*siblings, outer))

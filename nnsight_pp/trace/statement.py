@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nnsight_pp.errors import BlockShapeError, Where, explain
 from nnsight_pp.trace.capture import WITHIN, BodyCapture, BodySkipped, forget_skip, trace_nothing
 from nnsight_pp.trace.clean import without_own_frames
-from nnsight_pp.trace.deliver import deliver, let_go
+from nnsight_pp.trace.deliver import deliver
 from nnsight_pp.trace.names import names_of
 
 if TYPE_CHECKING:
@@ -82,7 +82,6 @@ class BlockStatement:
             raise without_own_frames(raised)  # noqa: B904 - it is the same exception
         finally:
             self._forget()
-            let_go(capture.frame)
         return True
 
     def _take_within(self, block: Block, frame: FrameType) -> None:

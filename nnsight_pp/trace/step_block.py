@@ -67,9 +67,9 @@ class StepLoop(BlockStatement):
     def _take(self, block: Block, frame: FrameType) -> None:
         """Run the body once per step."""
         # The name behind `as` holds this object: in the body it is the step.
-        held: dict[str, Any] = dict(frame.f_locals)
-        counters = [name for name, value in held.items() if value is self]
-        scope = names_of(frame).scope()
+        names = names_of(frame)
+        scope = names.scope()
+        counters = [name for name, value in names.around[0].items() if value is self]
         code = block.code()
         try:
             for step in self._steps:

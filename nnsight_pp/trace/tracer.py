@@ -10,7 +10,6 @@ How a block is run is an engine's business: it hands a `Tracer` one function.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from nnsight_pp.core.location import RESULT
@@ -32,7 +31,7 @@ from nnsight_pp.trace.statement import BlockStatement
 from nnsight_pp.trace.step_block import StepChoice, StepLoop
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
 
     from nnsight_pp.core.block import Block, Scope
@@ -40,6 +39,12 @@ if TYPE_CHECKING:
     # Runs the invocations; fills `Invocation.bound`, and returns an exception to raise in the
     # user's frame after the names were written, or None.
     Run = Callable[["Tracer", list["Invocation"]], BaseException | None]
+
+
+# Never changed: what most invocations bind and tell.
+_NOTHING: Mapping[str, Any] = {}
+# Of a tracer that is not running.
+_NO_SAVES = SavedSet()
 
 
 class BlockTracer:
@@ -116,7 +121,7 @@ class BlockTracer:
         return savable(worker.turns.read(worker, RESULT))
 
 
-@dataclass(slots=True)
+@final
 class Invocation:
     """One prompt with one block.
 
@@ -125,8 +130,8 @@ class Invocation:
         kwargs: Keyword inputs and options.
         block: The captured body.
         names: What the block sees from around it.
-        frame: The id of the frame in which it is written, where it stands in an invoke.
         saves: The objects marked by `save`, in this process.
+        frame: The id of the frame in which it is written, where it stands in an invoke.
         scope: The names of the block, where it runs in this process.
         bound: Filled by the engine: what the block bound, or what came back of it.
         is_saved: Whether ``bound`` holds only what was saved.
@@ -134,29 +139,50 @@ class Invocation:
         warnings: Texts for the user, shown at the `with` after the names were written.
     """
 
-    inputs: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    block: Block
-    names: Names
-    saves: SavedSet
-    scope: Scope = field(init=False)
-    bound: dict[str, Any] = field(default_factory=dict)
-    is_saved: bool = False
-    is_over: bool = False
-    warnings: list[str] = field(default_factory=list)
-    frame: int = 0
+    __slots__ = (
+        "block", "bound", "frame", "inputs", "is_over", "is_saved", "kwargs", "names", "saves",
+        "scope", "warnings",
+    )  # fmt: skip
 
-    def __post_init__(self) -> None:
-        self.scope = self.names.scope()
+    def __init__(  # noqa: PLR0913 - plain data
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        block: Block,
+        names: Names,
+        saves: SavedSet,
+        frame: int = 0,
+    ) -> None:
+        self.inputs = inputs
+        self.kwargs = kwargs
+        self.block = block
+        self.names = names
+        self.saves = saves
+        self.frame = frame
+        self.scope = names.scope()
+        self.bound: Mapping[str, Any] = _NOTHING
+        self.is_saved = self.is_over = False
+        self.warnings: Sequence[str] = ()
+
+    def run(self) -> None:
+        """Run the block in this process, beside a model."""
+        try:
+            exec(self.block.code(), self.scope)
+        finally:
+            self.is_over = True
+
+    def warn(self, texts: Sequence[str]) -> None:
+        """Show ``texts`` to the user when the run is over."""
+        self.warnings = (*self.warnings, *texts)
 
     def take_bound(self) -> None:
         """Fill `bound` with what the block has bound in `scope`."""
         self.bound = _bound_by(self.block, self.scope)
 
 
-def _bound_by(block: Block, scope: Scope) -> dict[str, Any]:
+def _bound_by(block: Block, scope: Scope) -> Mapping[str, Any]:
     names = block.binds()
-    return scope.own_of(names) if names else {}
+    return scope.own_of(names) if names else _NOTHING
 
 
 @final
@@ -200,7 +226,7 @@ class Tracer(BlockStatement, BlockTracer):
         self._inputs = inputs
         self._kwargs = kwargs
         self._has_input = has_input
-        self._saves = SavedSet()
+        self._saves = _NO_SAVES
         self._invocations: list[Invocation] = []
         # Where the invokes are written. Kept until the run is over, so that their ids are.
         self._frames: list[FrameType] = []
@@ -220,8 +246,7 @@ class Tracer(BlockStatement, BlockTracer):
                 )
             )
         outermost = active_saves.get()
-        if outermost is not None:
-            self._saves = outermost
+        self._saves = SavedSet() if outermost is None else outermost
 
     def _take(self, block: Block, frame: FrameType) -> None:
         run, self._run = self._run, None
@@ -295,19 +320,19 @@ class Tracer(BlockStatement, BlockTracer):
         saves = self._saves
         found = {name: value for name, value in own.items() if is_block or value in saves}
         for invocation in self._invocations:
-            takes_all = is_block or invocation.is_saved
-            bound = invocation.bound
-            found |= {name: bound[name] for name in bound if takes_all or bound[name] in saves}
-        deliver(frame, found)
+            if is_block or invocation.is_saved:
+                found.update(invocation.bound)
+            elif saves:
+                found |= {name: x for name, x in invocation.bound.items() if x in saves}
+        if found:
+            deliver(frame, found)
 
     def _forget(self) -> None:
         self._run = None
-        self._inputs = ()
-        self._kwargs = {}
+        self._inputs, self._kwargs, self._saves = (), {}, _NO_SAVES
         # The names of each invocation lead back to this list.
         self._invocations.clear()
         self._frames.clear()
-        self._saves = SavedSet()
 
 
 @final

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from nnsight_pp.core.block import Scope
-from nnsight_pp.trace.deliver import deliver, let_go
+from nnsight_pp.trace.deliver import deliver, local_names
 from nnsight_pp.trace.mount import mount_save, savable
 from nnsight_pp.trace.names import names_of
 
@@ -91,10 +91,12 @@ def test_name_without_a_value_yet_is_bound():
 def test_copy_of_the_names_is_let_go_and_the_names_stay():
     value = [1]
     frame = here()
-    copy = frame.f_locals
-    let_go(frame)
-    assert copy is None or "value" not in copy or sys.version_info >= (3, 13)
-    assert value == [1]
+    seen = frame.f_locals
+    assert local_names(frame)["value"] is value
+    assert "value" not in seen or sys.version_info >= (3, 13)
+    deliver(frame, {"value": [2]})
+    assert "value" not in seen or sys.version_info >= (3, 13)
+    assert value == [2]
 
 
 @pytest.mark.parametrize("value", [1, 1.5, "a", b"a", (), [], {}, set(), None, True, torch.ones(1)])
