@@ -207,13 +207,14 @@ class Scope(dict[str, Any]):
 
     def own(self) -> dict[str, Any]:
         """Return a copy of the names that the block itself has bound so far."""
-        return {name: value for name, value in dict.items(self) if name not in _OF_THE_SCOPE}
+        own = dict(self)
+        for name in _OF_THE_SCOPE:
+            own.pop(name, None)
+        return own
 
     def own_of(self, names: Iterable[str]) -> dict[str, Any]:
         """Return those of ``names`` that the block itself has bound so far."""
-        return {
-            name: dict.__getitem__(self, name) for name in names if dict.__contains__(self, name)
-        }
+        return {name: self[name] for name in names if name in self}
 
     def own_name(self, name: str) -> Any:
         """Return what the block itself has bound to ``name`` so far.
@@ -221,9 +222,9 @@ class Scope(dict[str, Any]):
         Raises:
             KeyError: It has not bound it.
         """
-        if name in _OF_THE_SCOPE or not dict.__contains__(self, name):
+        if name in _OF_THE_SCOPE or name not in self:
             raise KeyError(name)
-        return dict.__getitem__(self, name)
+        return self[name]
 
     def layers(self) -> tuple[Any, ...]:
         """Return the own names of now, then what is around them, innermost first."""
@@ -231,12 +232,9 @@ class Scope(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         for names in self._around:
-            if type(names) is dict:  # the usual case, without an exception
-                if name in names:
+            if name in names:  # the usual case needs no exception
+                try:
                     return names[name]
-                continue
-            try:
-                return names[name]
-            except KeyError:
-                continue
+                except KeyError:
+                    continue
         raise KeyError(name)

@@ -228,7 +228,7 @@ def _settle(
     """
     raised = failed if failed is not None and _has_failed(failed) else None
     for worker in workers:
-        if raised is None and worker.error is not None and _has_failed(worker):
+        if worker.error is not None and raised is None and _has_failed(worker):
             raised = worker
     if raised is not None and raised.error is not None:
         # The traceback of an error holds frames that hold its worker: let go of it here.

@@ -213,6 +213,8 @@ class TreeNode:
             self._forest.add(self)
 
     def __getitem__(self, index: int | slice | str) -> Any:
+        if type(index) is int and (found := self._children.get(str(index))) is not None:
+            return found  # the usual case
         if isinstance(index, slice):
             return list(self._children.values())[index]
         if isinstance(index, int) and not isinstance(index, bool):

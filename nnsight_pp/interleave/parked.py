@@ -28,6 +28,8 @@ class Parked:
         workers = self.by_location.get(location)
         if workers is None:
             self.by_location[location] = [worker]
+        elif workers[-1].seat <= worker.seat:  # the usual case
+            workers.append(worker)
         else:
             insort(workers, worker, key=_seat)
 

@@ -40,10 +40,11 @@ def loop_warning(worker: Worker, what: str) -> LoopCut:
     """Note that ``worker``'s loop outran the run, and return what cuts it."""
     where = worker.where()
     line = f" at {where.filename}:{where.line}" if where else ""
-    worker.warnings.append(
+    text = (
         f"A loop asked for {what}{line}, which was never reached: the run ended earlier. "
         "What was saved until then is kept; the statements after the loop did not run."
     )
+    worker.warnings = (*worker.warnings, text)
     return LoopCut(what)
 
 

@@ -70,6 +70,9 @@ class Mark(NamedTuple):
     place: Location | None = None
 
 
+_START = Mark(-1, -1, None)
+
+
 class ClosedEarly(NamedTuple):
     """See Note [A wait for a call closes the visit] in `interleave.asks`."""
 
@@ -135,7 +138,7 @@ class Worker:
         self.asked = 0
         self.trail = 0
         self.step = 0
-        self.mark = Mark(-1, -1, None)
+        self.mark = _START
         # The furthest step whose gate this worker has passed.
         self.reached = NEVER
         # A call that this worker waited for until its rank's forward was over, until it catches up.
@@ -160,7 +163,7 @@ class Worker:
         # 2n after n asks, 2n + 1 when ask n was refused: the smallest, echoes apart, came first.
         self.failed_at = 0
         self.has_ended = False
-        self.warnings: list[str] = []
+        self.warnings: tuple[str, ...] = ()
         # Whoever gives it the turn makes itself its parent first. None once the block has ended.
         self.greenlet: Any = shell_for(self, self._context)  # its `parent` may be any greenlet
 

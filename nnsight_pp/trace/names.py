@@ -21,7 +21,8 @@ class Names(NamedTuple):
     """The frame around a block, innermost first.
 
     Attributes:
-        around: Mappings (anything with `[name]`) in which a name is looked up, in order.
+        around: Mappings (anything with `[name]`, and with an `in` that is true for all that it
+            may have) in which a name is looked up, in order.
         is_block: Whether that frame is itself a running block, into which all names flow back.
     """
 
@@ -111,16 +112,19 @@ class BoundNames:
         are_more: Whether a block may bind others.
     """
 
-    __slots__ = ("are_more", "names")
+    __slots__ = ("_last", "are_more", "names")
 
     def __init__(self) -> None:
         self.names: set[str] = set()
         self.are_more = False
+        self._last: Block | None = None
 
     def add(self, block: Block) -> None:
         """Take in what ``block`` may bind."""
-        self.names |= block.binds()
-        self.are_more = self.are_more or block.binds_more()
+        if block is not self._last:  # in a loop it is the same one
+            self._last = block
+            self.names |= block.binds()
+            self.are_more = self.are_more or block.binds_more()
 
 
 @final
@@ -152,10 +156,14 @@ class SiblingNames:
         self._position = position
         self._frame = frame
 
-    def __getitem__(self, name: str) -> Any:
+    def __contains__(self, name: str) -> bool:
+        """Tell whether one of them may have bound ``name``."""
         # Most names are none of theirs; else a trace would cost the square of its invokes.
         bound = self._bound
-        if bound is not None and name not in bound.names and not bound.are_more:
+        return bound is None or name in bound.names or bound.are_more
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
             raise KeyError(name)
         before = [one for one in self._siblings[: self._position] if one.frame == self._frame]
         before.reverse()

@@ -269,14 +269,15 @@ class Tracer(BlockStatement, BlockTracer):
     def _add(
         self, block: Block, frame: FrameType, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self._frames.append(frame)
-        bound = self._bound.setdefault(id(frame), BoundNames())
+        here = id(frame)
+        bound = self._bound.get(here)
+        if bound is None:
+            self._frames.append(frame)
+            bound = self._bound[here] = BoundNames()
         bound.add(block)
-        siblings = SiblingNames(self._invocations, len(self._invocations), id(frame), bound)
+        siblings = SiblingNames(self._invocations, len(self._invocations), here, bound)
         names = names_of(frame, siblings)
-        self._invocations.append(
-            Invocation(inputs, kwargs, block, names, self._saves, frame=id(frame))
-        )
+        self._invocations.append(Invocation(inputs, kwargs, block, names, self._saves, here))
 
     def _execute(self, run: Run, block: Block, frame: FrameType) -> None:
         # Only now: the name behind `as` was bound after `__enter__` had returned.
