@@ -44,6 +44,10 @@ if TYPE_CHECKING:
     from nnsight_pp.trace.tracer import Invocation
 
 
+# The turns of a run, its driver (a greenlet), and what served the values that this computed.
+_Spare = tuple[Interleaver, Any, Any]
+
+
 class _AbandonedRun(BaseException):
     """Leaves the model's forward when a block has raised. Never reaches the user."""
 
@@ -58,13 +62,11 @@ class LocalForest(Forest):
         # The turns of the run that is on, and the node at which it started.
         self._turns: Interleaver | None = None
         self._start: TreeNode | None = None
-        # Those of the last run, where that has left nothing behind.
-        self._spare: Interleaver | None = None
+        # Those of the last run, where that has left nothing behind; its thread, and what served it.
+        self._spare: _Spare | None = None
         # The named arguments of the call that is on.
         self.named: Mapping[str, Any] = {}
         self._switch: Any = None  # `thread_state.ThreadState`
-        # Whose call of a module is served, beside the run's own: a worker's greenlet.
-        self._hooking: Any = None
         install_backward()
 
     @property
@@ -92,11 +94,15 @@ class LocalForest(Forest):
     @contextlib.contextmanager
     def hooking(self) -> Iterator[None]:
         """Serve, in the caller's greenlet, what a block calls, to the other blocks."""
-        before, self._hooking = self._hooking, getcurrent()
+        turns = self._turns
+        if turns is None:
+            yield
+            return
+        before, turns.hooking = turns.hooking, getcurrent()
         try:
             yield
         finally:
-            self._hooking = before
+            turns.hooking = before
 
     def cache(
         self, worker: Worker, modules: Sequence[Any] | None, options: Mapping[str, Any]
@@ -143,8 +149,12 @@ class LocalForest(Forest):
         cuts, invocations = blocks
         stored = [edit.invocation() for edit in edits]
         switch = self._loaded_switch()
+        driver = getcurrent()
         spare, self._spare = self._spare, None
-        turns = self._turns = spare or Interleaver(VisitClock(), switch)
+        if spare is None:
+            spare = Interleaver(VisitClock(), switch), None, None
+        turns, last_driver, serving = spare
+        self._turns = turns
         self._start, turns.asks.surface, self.named = start, self, arguments[1]
         self.open_asks = turns.asks
         workers: list[Worker] = []
@@ -159,8 +169,10 @@ class LocalForest(Forest):
                     break
             if turns.failed is None:
                 self.gate.show(turns)
-                self.gate.driver = getcurrent()
-                self.gate.serve = self._serving(turns)
+                self.gate.driver = driver
+                if serving is None or last_driver is not driver:
+                    serving = _serving(turns)
+                self.gate.serve = serving
                 result = call(*args, **kwargs)
                 self.gate.serve = None
                 for worker in workers:
@@ -178,8 +190,10 @@ class LocalForest(Forest):
                 worker.let_go()
             if not is_over:
                 _unwound(workers)
-            is_clean = turns.renew() and is_over and failed is None
-            self._spare = turns if is_clean else None
+            if turns.renew() and is_over and failed is None:
+                # Not the greenlet of a worker around this run, which lives no longer than that.
+                stays = driver.parent is None
+                self._spare = (turns, driver, serving) if stays else (turns, None, None)
             self._turns = self._start = self.open_asks = None
             self.named = {}
         _settle(failed, workers, (*stored, *invocations), len(stored))
@@ -189,22 +203,22 @@ class LocalForest(Forest):
         self._switch = self._switch or thread_state.load()
         return self._switch
 
-    def _serving(self, turns: Interleaver) -> Callable[[Location, Any], Any]:
-        """Return what serves the values that the caller's own thread and turn compute."""
-        driver = getcurrent()
 
-        def serve(location: Location, value: Any) -> Any:
-            # Not in a call made by a block, nor by another thread: these are not part of the run.
-            current = getcurrent()
-            if current is not driver:
-                hooking = self._hooking is current
-                return turns.serve(location, value) if hooking else value
-            value = turns.serve(location, value)
-            if turns.failed is not None:
-                raise _AbandonedRun
-            return value
+def _serving(turns: Interleaver) -> Callable[[Location, Any], Any]:
+    """Return what serves the values that the caller's own thread and turn compute."""
+    driver = getcurrent()
 
-        return nearby.serving(turns, serve, _AbandonedRun)
+    def serve(location: Location, value: Any) -> Any:
+        # Not in a call made by a block, nor by another thread: these are not part of the run.
+        current = getcurrent()
+        if current is not driver:
+            return turns.serve(location, value) if turns.hooking is current else value
+        value = turns.serve(location, value)
+        if turns.failed is not None:
+            raise _AbandonedRun
+        return value
+
+    return nearby.serving(turns, serve, _AbandonedRun)
 
 
 def _worker(number: int, num_stored: int, invocation: Invocation, switch: Switch) -> Worker:

@@ -120,6 +120,8 @@ class Interleaver:
         self.skips = Skips(self._parked, clock)
         # The first worker that ended by an exception, until its request is dropped.
         self.failed: Worker | None = None
+        # Whose call of a module is served, beside the run's own: a worker's greenlet.
+        self.hooking: Any = None
 
     # -- the driver's side ---------------------------------------------------------------------
 
@@ -237,7 +239,7 @@ class Interleaver:
         self._workers.clear()
         asks.finishing.clear()
         self._observed.clear()
-        self.failed = asks.surface = None
+        self.failed = self.hooking = asks.surface = None
         if self.clock.counts is not None:
             self.clock.counts.clear()
         is_idle = not (self._parked.by_location or asks.waiting or asks.released or self.skips.held)

@@ -41,7 +41,7 @@ class Shell(greenlet):
     """Runs one worker after another. It knows its worker, so `current_worker` is one type check.
 
     Attributes:
-        worker: Whose block it runs; None once that has ended.
+        worker: Whose block it runs; None once that has ended and it waits for another one.
         begin: The address at which its C stack begins, 0 where it is not to be kept.
     """
 
@@ -92,15 +92,11 @@ def shell_for(worker: Worker, context: Context) -> Shell:
 
 def take_back(shell: Shell) -> None:
     """Keep ``shell``, whose worker has ended, for another one."""
+    if not shell.begin or len(_kept) >= _MOST_KEPT or threading.get_ident() != _OWNER:
+        return
     current = getcurrent()
-    is_kept = (
-        shell.begin
-        and len(_kept) < _MOST_KEPT
-        and threading.get_ident() == _OWNER
-        # Its parent is the one who resumed it last, and must not be a worker's.
-        and not isinstance(current, Shell)
-    )
-    if is_kept and shell.worker is None and not shell.dead:
+    # Its parent is the one who resumed it last, and must not be a worker's.
+    if type(current) is not Shell and not shell.dead:
         shell.gr_context = None
         shell.parent = current
         _kept.append(shell)

@@ -218,7 +218,7 @@ class Worker:
     def leave_greenlet(self) -> None:
         """Give the greenlet back, if the block has come to its end in it."""
         shell = self.greenlet
-        if shell is not None and shell.is_idle:
+        if shell is not None and shell.worker is None:
             self.greenlet = None
             take_back(shell)
 

@@ -342,8 +342,8 @@ def _is_nothing(node: ast.stmt) -> bool:
 class BodyCapture:
     """The body of one `with`, kept from running in its frame.
 
-    `BodyCapture(frame)` and then ``sys.settrace(trace_nothing)`` in `__enter__`, `release` in
-    `__exit__`; between them the first line of the body raises `BodySkipped`.
+    `BodyCapture(frame)` and then ``sys.settrace(trace_nothing)`` in `__enter__`,
+    ``sys.settrace(outer)`` and `release` in `__exit__`; between them the first line of the body raises `BodySkipped`.
 
     Note [Calls and returns are balanced]
         A trace function must be on for a frame's own one to be called, and a tracer written in C
@@ -355,18 +355,18 @@ class BodyCapture:
         WithBlockNotFoundError: See `block_at`, which lists the others.
     """
 
-    __slots__ = ("_body", "_later", "_local", "_outer", "block", "counting", "frame")
+    __slots__ = ("_body", "_later", "_local", "block", "counting", "frame", "outer")
 
     def __init__(self, frame: FrameType) -> None:
         self.frame = frame
         self.block = block_at(frame)
-        self._outer: Any = sys.gettrace()
+        self.outer: Any = sys.gettrace()
         self._local: Any = frame.f_trace
         # Coverage's tracer written in C, or None.
         self.counting: Any = None
-        if self._outer is not None:
-            is_counting = type(self._outer).__module__.partition(".")[0] == "coverage"
-            self.counting = self._outer if is_counting else None
+        if self.outer is not None:
+            is_counting = type(self.outer).__module__.partition(".")[0] == "coverage"
+            self.counting = self.outer if is_counting else None
         known = self.block.known
         self._body = known.lines
         # The first instruction of the items behind the tracer: these are entered in the block.
@@ -388,11 +388,10 @@ class BodyCapture:
         return self._skip
 
     def release(self) -> None:
-        """Put back the trace functions that were there before."""
+        """Put back the frame's own trace function."""
         if self._later is not None:
             self.frame.f_trace_opcodes = False
         self.frame.f_trace = self._local
-        sys.settrace(self._outer)
 
 
 def trace_nothing(*_: object) -> None:

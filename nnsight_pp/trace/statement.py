@@ -67,9 +67,10 @@ class BlockStatement:
     ) -> bool:
         capture, self._capture = self._capture, None
         assert capture is not None
-        capture.release()
+        sys.settrace(capture.outer)  # first, so that no call of ours is seen by the other one
         if capture.counting is not None:  # Note [Calls and returns are balanced]
             capture.counting(sys._getframe(), "call", None)
+        capture.release()
         try:
             if kind is not None and not issubclass(kind, BodySkipped):
                 return False
