@@ -283,7 +283,7 @@ class Tracer(BlockStatement, BlockTracer):
         # Only now: the name behind `as` was bound after `__enter__` had returned.
         names = names_of(frame)
         self.is_nested = names.is_block
-        own: dict[str, Any] = {}
+        own: Mapping[str, Any] = _NOTHING
         if self._has_input:
             self._invocations.append(
                 Invocation(self._inputs, self._kwargs, block, names, self._saves)
@@ -298,7 +298,7 @@ class Tracer(BlockStatement, BlockTracer):
             for text in invocation.warnings:
                 warnings.warn(text, UserWarning, stacklevel=4)
 
-    def _collect(self, block: Block, scope: Scope) -> dict[str, Any]:
+    def _collect(self, block: Block, scope: Scope) -> Mapping[str, Any]:
         """Run the trace's own body, which declares the invokes; return the names it bound."""
         token = active_saves.set(self._saves)
         self._is_collecting = True
@@ -316,7 +316,7 @@ class Tracer(BlockStatement, BlockTracer):
             )
         return _bound_by(block, scope)
 
-    def _write(self, frame: FrameType, own: dict[str, Any], *, is_block: bool) -> None:
+    def _write(self, frame: FrameType, own: Mapping[str, Any], *, is_block: bool) -> None:
         """Write names into the user's frame: all into a block around it, else the saved ones."""
         saves = self._saves
         found = {name: value for name, value in own.items() if is_block or value in saves}
