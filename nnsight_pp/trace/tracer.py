@@ -144,7 +144,7 @@ class Invocation:
         "scope", "warnings",
     )  # fmt: skip
 
-    def __init__(  # noqa: PLR0913 - plain data
+    def __init__(
         self,
         inputs: tuple[Any, ...],
         kwargs: dict[str, Any],
