@@ -28,7 +28,7 @@ from nnsight_pp.errors import (
 )
 from nnsight_pp.interleave import nearby, thread_state
 from nnsight_pp.interleave.clock import VisitClock
-from nnsight_pp.interleave.interleaver import Interleaver
+from nnsight_pp.interleave.interleaver import Interleaver, renew
 from nnsight_pp.interleave.worker import Worker
 from nnsight_pp.trace.clean import raise_again
 from nnsight_pp.trace.gradients import install_backward, refuse_in_backward
@@ -150,10 +150,7 @@ class LocalForest(Forest):
         stored = [edit.invocation() for edit in edits]
         switch = self._loaded_switch()
         driver = getcurrent()
-        spare, self._spare = self._spare, None
-        if spare is None:
-            spare = Interleaver(VisitClock(), switch), None, None
-        turns, last_driver, serving = spare
+        turns, serving = self._opened(driver, switch)
         self._turns = turns
         self._start, turns.asks.surface, self.named = start, self, arguments[1]
         self.open_asks = turns.asks
@@ -170,9 +167,7 @@ class LocalForest(Forest):
             if turns.failed is None:
                 self.gate.show(turns)
                 self.gate.driver = driver
-                if serving is None or last_driver is not driver:
-                    serving = _serving(turns)
-                self.gate.serve = serving
+                serving = self.gate.serve = serving or _serving(turns)
                 result = call(*args, **kwargs)
                 self.gate.serve = None
                 for worker in workers:
@@ -182,22 +177,35 @@ class LocalForest(Forest):
         except _AbandonedRun:
             is_over = True
         finally:
-            self.gate.close()
-            failed, turns.failed = turns.failed, None
-            for worker in workers:
-                if not worker.has_ended:
-                    turns.drop(worker.request)
-                worker.let_go()
-            if not is_over:
-                _unwound(workers)
-            if turns.renew() and is_over and failed is None:
-                # Not the greenlet of a worker around this run, which lives no longer than that.
-                stays = driver.parent is None
-                self._spare = (turns, driver, serving) if stays else (turns, None, None)
-            self._turns = self._start = self.open_asks = None
-            self.named = {}
+            failed = self._close(workers, (turns, driver, serving), is_over=is_over)
         _settle(failed, workers, (*stored, *invocations), len(stored))
         return result
+
+    def _opened(self, driver: Any, switch: Switch) -> tuple[Interleaver, Any]:
+        """Return the turns of a run by ``driver``, and what serves it, where that is known."""
+        spare, self._spare = self._spare, None
+        if spare is None:
+            return Interleaver(VisitClock(), switch), None
+        turns, last_driver, serving = spare
+        return turns, serving if last_driver is driver else None
+
+    def _close(self, workers: Sequence[Worker], run: _Spare, *, is_over: bool) -> Worker | None:
+        """End a run, and keep it for the next one if it is clean; return the first to fail."""
+        self.gate.close()
+        turns, driver, _ = run
+        failed, turns.failed = turns.failed, None
+        for worker in workers:
+            if not worker.has_ended:
+                turns.drop(worker.request)
+            worker.let_go()
+        if not is_over:
+            _unwound(workers)
+        if renew(turns) and is_over and failed is None:
+            # Not the greenlet of a worker around this run, which lives no longer than that.
+            self._spare = run if driver.parent is None else (turns, None, None)
+        self._turns = self._start = self.open_asks = None
+        self.named = {}
+        return failed
 
     def _loaded_switch(self) -> Any:  # the switches are C functions
         self._switch = self._switch or thread_state.load()

@@ -120,8 +120,7 @@ class Interleaver:
         self.skips = Skips(self._parked, clock)
         # The first worker that ended by an exception, until its request is dropped.
         self.failed: Worker | None = None
-        # Whose call of a module is served, beside the run's own: a worker's greenlet.
-        self.hooking: Any = None
+        self.hooking: Any = None  # the greenlet of a worker whose call of a module is served too
 
     # -- the driver's side ---------------------------------------------------------------------
 
@@ -230,21 +229,6 @@ class Interleaver:
         if self._link is not None:
             self._link.release(request)
 
-    def renew(self) -> bool:
-        """Forget every visit and every block; return whether another run may have these turns.
-
-        Call it when all requests have ended. It may where nobody is left waiting for anything.
-        """
-        asks = self.asks
-        self._workers.clear()
-        asks.finishing.clear()
-        self._observed.clear()
-        self.failed = self.hooking = asks.surface = None
-        if self.clock.counts is not None:
-            self.clock.counts.clear()
-        is_idle = not (self._parked.by_location or asks.waiting or asks.released or self.skips.held)
-        return is_idle and self.clock.counts is not None
-
     def workers(self, request: str | None = None) -> list[Worker]:
         """Return every worker of this rank, or those of ``request``, on any thread."""
         if request is not None:
@@ -313,16 +297,14 @@ class Interleaver:
     def resume(self, worker: Worker, value: Any) -> None:
         """Give ``worker`` the turn with the answer to its ask; then whom it let through."""
         self._turn(worker, self.switch.switch, (value,))
-        released = self.asks.released
-        while released:
-            self.resume(released.pop(0), None)
+        while self.asks.released:
+            self.resume(self.asks.released.pop(0), None)
 
     def _throw(self, worker: Worker, error: BaseException) -> None:
         self._turn(worker, self.switch.throw, error)
 
     def _turn(self, worker: Worker, step: Callable[[Any, Any, Any], Any], argument: Any) -> None:
-        if worker.ask is not None:
-            self._unpark(worker)
+        self._unpark(worker)
         worker.greenlet.parent = getcurrent()
         if worker.randomness is None:
             step(worker.slot, worker.greenlet, argument)
@@ -345,3 +327,19 @@ class Interleaver:
             self._link.fail(worker.request, f"{type(worker.error).__name__}: {worker.error}")
         if worker.timeline is not None:
             worker.timeline.fail(worker, worker.error)
+
+
+def renew(turns: Interleaver) -> bool:
+    """Forget every visit and every block of ``turns``; return whether another run may have them.
+
+    Call it when all requests have ended. It may where nobody is left waiting for anything.
+    """
+    asks, counts = turns.asks, turns.clock.counts
+    turns._workers.clear()
+    asks.finishing.clear()
+    turns.observers.at.clear()
+    turns.failed = turns.hooking = asks.surface = None
+    if counts is None:
+        return False
+    counts.clear()
+    return not (asks.parked.by_location or asks.waiting or asks.released or turns.skips.held)

@@ -343,7 +343,8 @@ class BodyCapture:
     """The body of one `with`, kept from running in its frame.
 
     `BodyCapture(frame)` and then ``sys.settrace(trace_nothing)`` in `__enter__`,
-    ``sys.settrace(outer)`` and `release` in `__exit__`; between them the first line of the body raises `BodySkipped`.
+    ``sys.settrace(outer)`` and `release` in `__exit__`; between them the first line of the body
+    raises `BodySkipped`.
 
     Note [Calls and returns are balanced]
         A trace function must be on for a frame's own one to be called, and a tracer written in C

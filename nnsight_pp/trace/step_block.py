@@ -7,7 +7,7 @@ loop it does not end the block around it when the run has fewer steps.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, final
 
 from nnsight_pp.errors import NNsightDeprecationWarning
 from nnsight_pp.interleave.steps import Selection, Steps
