@@ -371,3 +371,20 @@ def standard_values_that_are_refused(model: VLLM, layers: list[Any]) -> Any:
         except OutOfOrderError as error:
             seen.append(str(error).splitlines()[0])
     return seen
+
+
+@odd
+def containers_in_containers_around_a_block(model: VLLM, layers: list[Any]) -> Any:
+    by_place: dict[str, list[Any]] = {"early": [], "late": []}
+    inner = by_place["late"]
+    board = ([torch.zeros(2)], {0})
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        early, late = layers[0].mlp.output, layers[3].mlp.output
+        by_place["early"].append(early[-1])
+        by_place["late"].append(late[-1])
+        board[0][0][1] = float(late.sum())
+        board[1].add(len(early))
+    assert by_place["late"] is inner
+    assert (len(inner), len(by_place["early"]), board[1]) == (1, 1, {0, 5})
+    assert board[0][0][1] != 0
+    return by_place, board[0]

@@ -23,7 +23,7 @@ from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.company import Member
 from nnsight_pp.engines.vllm.dependence import companies_of
-from nnsight_pp.engines.vllm.outer import apply_change
+from nnsight_pp.engines.vllm.outer import located, make_change
 from nnsight_pp.engines.vllm.prompts import prompt_of, sampling_params
 from nnsight_pp.engines.vllm.root import name_of
 from nnsight_pp.engines.vllm.sequences import bound_by, by_sequence
@@ -290,13 +290,24 @@ class Batch:
                         found.get("most_in_step", 0), self.most_in_step.get(request.trace, 0)
                     )
                     self.most_in_step[request.trace] = most
-                for name, change in report.grown.items():
-                    apply_change(request.message.names[name], change)
                 if report.failure is not None and first is None:
                     first = exception_of(report.failure)
             for text in dict.fromkeys(text for one in sequences for text in one.warnings):
                 warnings.warn(text, UserWarning, stacklevel=7)
+        for target, change in self._outer_changes(merged):
+            make_change(target, change)
         return first
+
+    def _outer_changes(self, merged: dict[str, list[Report]]) -> list[tuple[Any, Any]]:
+        """Return what the blocks have changed of the objects around them, with each change."""
+        return [
+            one
+            for request in self._requests
+            if request.message is not None
+            for report in merged[request.trace]
+            for name, changes in report.grown.items()
+            for one in located(request.message.names[name], changes)
+        ]
 
     def _bound(self, request: _Request, sequences: list[Report]) -> dict[str, Any]:
         """Return what the block has bound that comes back: what it saved; in a session, all."""

@@ -15,7 +15,7 @@ from nnsight_pp.core.rows import TokenCut, WholeCut
 from nnsight_pp.core.saved import SavedSet
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.company import BesideBlock, Company, cut_prompt
-from nnsight_pp.engines.vllm.outer import change_of, copies_of, is_outer
+from nnsight_pp.engines.vllm.outer import Before, befores_of, change_of, is_outer
 from nnsight_pp.engines.vllm.residents import Residents, edited
 from nnsight_pp.errors import EarlyStopException, InternalError
 from nnsight_pp.interleave.randomness import Randomness, draws_of
@@ -48,7 +48,7 @@ class TracedRequest:
         message: The decoded block, or None when decoding failed.
         worker: The worker, or None likewise.
         scope: The names that the block has bound.
-        before: The shipped lists, dicts, sets and tensors as they were before the block.
+        before: By name, the shipped lists, dicts, sets and tensors as they were before the block.
         error: What went wrong outside of the block.
         is_echo: Whether it only repeats what went wrong in a request beside it.
         company: The requests that depend on it and on which it depends, or None.
@@ -65,7 +65,7 @@ class TracedRequest:
     message: BlockMessage | None = None
     worker: Worker | None = None
     scope: Scope | None = None
-    before: dict[str, Any] = field(default_factory=dict)
+    before: dict[str, list[Before]] = field(default_factory=dict)
     error: BaseException | None = None
     is_echo: bool = False
     company: Company | None = None
@@ -163,7 +163,7 @@ class Ledger:
             with torch.inference_mode(False):
                 message = decode_block(data, self._object_of)
             _name_module(message.names)
-            traced.before = copies_of(message.names)
+            traced.before = befores_of(message.names, set())
             worker = self._worker(traced, message, Scope(message.names), SavedSet())
         except Exception as error:
             self.fail(traced, error)
@@ -227,9 +227,7 @@ class Ledger:
                 names = SiblingNames(company.blocks, traced.seat, message.frame)
                 _name_module(message.names)
                 scope = Scope(names, message.names)
-                own = {name: one for name, one in message.names.items() if id(one) not in known}
-                known.update(map(id, own.values()))
-                traced.before = copies_of(own)
+                traced.before = befores_of(message.names, known)
                 worker = self._worker(traced, message, scope, company.saves)
                 company.blocks.append(BesideBlock(message.block, scope, message.frame, worker))
         except Exception as error:
@@ -343,9 +341,9 @@ class Ledger:
         }
         grown = {}
         for name, before in traced.before.items():
-            change = change_of(before, message.names[name])
-            if change is not None:
-                grown[name] = without_remote(change)
+            changes = change_of(before)
+            if changes:
+                grown[name] = without_remote(changes)
         return Report(
             traced.request,
             self._stage,

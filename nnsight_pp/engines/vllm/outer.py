@@ -1,12 +1,13 @@
 """Objects from around a block: how the block changed them on a rank, and the same change at home.
 
 A block works on a copy that came with its request. What it appended, assigned or edited is told
-from the copy as it was before, shipped with the report, and made on the user's own object.
+from the copy as it was before, shipped with the report, and made on the user's own object. One that
+stands in a list, dict or tuple is named by its path there, as that was when the block began.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,24 +24,70 @@ def _is_tensor(value: Any) -> bool:
     return not issubclass(type(value), RemoteValue) and isinstance(value, torch.Tensor)
 
 
-def copies_of(names: dict[str, Any]) -> dict[str, Any]:
-    """Return what is needed to tell later how the block changed objects from around it."""
-    found: dict[str, Any] = {}
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
+
+
+class Before(NamedTuple):
+    """One object as it was before the block.
+
+    Attributes:
+        path: The indices and keys that lead to it, from what the name stands for.
+        now: The object, which the block may change.
+        was: A copy of a container, the version of a tensor.
+    """
+
+    path: tuple[Any, ...]
+    now: Any
+    was: Any
+
+
+def befores_of(names: dict[str, Any], known: set[int]) -> dict[str, list[Before]]:
+    """Return what is needed to tell later how the block changed objects from around it.
+
+    Args:
+        names: What the block sees.
+        known: The ids of objects that are told of elsewhere; those of these names come in.
+
+    Cost: a look at each member of each list, dict and tuple in ``names``.
+    """
+    found = {}
     for name, value in names.items():
-        if _is_tensor(value):
-            found[name] = (value, value._version)
-        elif type(value) in (list, dict, set):
-            found[name] = value.copy()
+        befores: list[Before] = []
+        _note(value, (), known, befores)
+        if befores:
+            found[name] = befores
     return found
 
 
-def change_of(before: Any, after: Any) -> Any:
+def _note(value: Any, path: tuple[Any, ...], known: set[int], befores: list[Before]) -> None:
+    kind = type(value)
+    if kind in (list, dict, tuple):
+        if id(value) in known:
+            return
+        known.add(id(value))
+        if kind is not tuple:
+            befores.append(Before(path, value, value.copy()))
+        for place, member in value.items() if kind is dict else enumerate(value):
+            if type(member) not in _PLAIN:
+                _note(member, (*path, place), known, befores)
+    elif (kind is set or _is_tensor(value)) and id(value) not in known:
+        known.add(id(value))
+        befores.append(Before(path, value, value.copy() if kind is set else value._version))
+
+
+def change_of(befores: list[Before]) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return how the objects behind one name have changed: the path of each, and its change."""
+    changes = ((one.path, _change(one.was, one.now)) for one in befores)
+    return [(path, change) for path, change in changes if change is not None]
+
+
+def _change(before: Any, after: Any) -> Any:
     """Return how a list, dict, set or tensor has changed, or None.
 
     A list: ``("list", {index: item}, tail)``, or ``("list=", items)`` when it got shorter.
     """
     if isinstance(after, torch.Tensor):
-        return ("tensor", after) if after._version != before[1] else None
+        return ("tensor", after) if after._version != before else None
     if isinstance(after, list):
         if len(after) < len(before):
             return ("list=", list(after))
@@ -60,7 +107,21 @@ def change_of(before: Any, after: Any) -> Any:
     return ("set", sorted(after, key=repr)) if after != before else None
 
 
-def apply_change(target: Any, change: Any) -> None:
+def located(target: Any, changes: list[tuple[tuple[Any, ...], Any]]) -> list[tuple[Any, Any]]:
+    """Return the client's objects behind ``target`` that have changed, each with its change.
+
+    Call it for all names before anything is changed: a change may move what another path leads to.
+    """
+    found = []
+    for path, change in changes:
+        one = target
+        for place in path:
+            one = one[place]
+        found.append((one, change))
+    return found
+
+
+def make_change(target: Any, change: Any) -> None:
     """Make on the client's object the change that a block made on a rank's copy of it."""
     kind, *parts = change
     if kind == "tensor":

@@ -16,7 +16,7 @@ import torch
 
 from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
-from nnsight_pp.engines.vllm.outer import apply_change
+from nnsight_pp.engines.vllm.outer import located, make_change
 from nnsight_pp.engines.vllm.root import name_of
 from nnsight_pp.engines.vllm.sequences import merged
 from nnsight_pp.envoys.cache_view import CacheView
@@ -175,8 +175,9 @@ class RequestEdits:
             for leaf in leaves((report.saved, report.grown)):
                 if isinstance(leaf, CacheView):
                     leaf.belongs_to(root)
-            for name, change in report.grown.items():
-                apply_change(message.names[name], change)
+            for name, changes in report.grown.items():
+                for target, change in located(message.names[name], changes):
+                    make_change(target, change)
             for text in report.warnings:
                 warnings.warn(text, UserWarning, stacklevel=8)
             if report.failure is not None and first is None:
