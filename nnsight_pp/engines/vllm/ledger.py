@@ -15,7 +15,7 @@ from nnsight_pp.core.rows import TokenCut, WholeCut
 from nnsight_pp.core.saved import SavedSet
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.company import BesideBlock, Company, cut_prompt
-from nnsight_pp.engines.vllm.outer import Before, befores_of, change_of, is_outer
+from nnsight_pp.engines.vllm.outer import Before, change_of, is_outer, states_of
 from nnsight_pp.engines.vllm.residents import Residents, edited
 from nnsight_pp.errors import EarlyStopException, InternalError
 from nnsight_pp.interleave.randomness import Randomness, draws_of
@@ -163,7 +163,7 @@ class Ledger:
             with torch.inference_mode(False):
                 message = decode_block(data, self._object_of)
             _name_module(message.names)
-            traced.before = befores_of(message.names, set())
+            traced.before = states_of(message.names, set())
             worker = self._worker(traced, message, Scope(message.names), SavedSet())
         except Exception as error:
             self.fail(traced, error)
@@ -227,7 +227,7 @@ class Ledger:
                 names = SiblingNames(company.blocks, traced.seat, message.frame)
                 _name_module(message.names)
                 scope = Scope(names, message.names)
-                traced.before = befores_of(message.names, known)
+                traced.before = states_of(message.names, known)
                 worker = self._worker(traced, message, scope, company.saves)
                 company.blocks.append(BesideBlock(message.block, scope, message.frame, worker))
         except Exception as error:

@@ -41,7 +41,7 @@ class Before(NamedTuple):
     was: Any
 
 
-def befores_of(names: dict[str, Any], known: set[int]) -> dict[str, list[Before]]:
+def states_of(names: dict[str, Any], known: set[int]) -> dict[str, list[Before]]:
     """Return what is needed to tell later how the block changed objects from around it.
 
     Args:
@@ -52,32 +52,32 @@ def befores_of(names: dict[str, Any], known: set[int]) -> dict[str, list[Before]
     """
     found = {}
     for name, value in names.items():
-        befores: list[Before] = []
-        _note(value, (), known, befores)
-        if befores:
-            found[name] = befores
+        states: list[Before] = []
+        _note(value, (), known, states)
+        if states:
+            found[name] = states
     return found
 
 
-def _note(value: Any, path: tuple[Any, ...], known: set[int], befores: list[Before]) -> None:
+def _note(value: Any, path: tuple[Any, ...], known: set[int], states: list[Before]) -> None:
     kind = type(value)
     if kind in (list, dict, tuple):
         if id(value) in known:
             return
         known.add(id(value))
         if kind is not tuple:
-            befores.append(Before(path, value, value.copy()))
+            states.append(Before(path, value, value.copy()))
         for place, member in value.items() if kind is dict else enumerate(value):
             if type(member) not in _PLAIN:
-                _note(member, (*path, place), known, befores)
+                _note(member, (*path, place), known, states)
     elif (kind is set or _is_tensor(value)) and id(value) not in known:
         known.add(id(value))
-        befores.append(Before(path, value, value.copy() if kind is set else value._version))
+        states.append(Before(path, value, value.copy() if kind is set else value._version))
 
 
-def change_of(befores: list[Before]) -> list[tuple[tuple[Any, ...], Any]]:
+def change_of(states: list[Before]) -> list[tuple[tuple[Any, ...], Any]]:
     """Return how the objects behind one name have changed: the path of each, and its change."""
-    changes = ((one.path, _change(one.was, one.now)) for one in befores)
+    changes = ((one.path, _change(one.was, one.now)) for one in states)
     return [(path, change) for path, change in changes if change is not None]
 
 

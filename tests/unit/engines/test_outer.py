@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_pp.engines.vllm.outer import befores_of, change_of, located, make_change
+from nnsight_pp.engines.vllm.outer import change_of, located, make_change, states_of
 
 
 def brought_home(names: dict[str, Any], block: str) -> dict[str, Any]:
     """Run ``block`` on a copy of ``names``, as a rank does; return ``names`` with its changes."""
     theirs = copy.deepcopy(names)
-    befores = befores_of(theirs, set())
+    states = states_of(theirs, set())
     exec(block, {}, theirs)
     changes = [
-        one for name, before in befores.items() for one in located(names[name], change_of(before))
+        one for name, before in states.items() for one in located(names[name], change_of(before))
     ]
     for target, change in changes:
         make_change(target, change)
@@ -77,12 +77,12 @@ def test_a_list_that_holds_itself_ends():
 
 def test_nothing_is_told_of_what_has_not_changed():
     names: dict[str, Any] = {"one": {"a": [torch.ones(2)], "b": ({1},)}, "two": 3}
-    befores = befores_of(names, set())
-    assert [change_of(before) for before in befores.values()] == [[]]
+    states = states_of(names, set())
+    assert [change_of(before) for before in states.values()] == [[]]
 
 
 def test_what_is_told_elsewhere_is_left_out():
     inner: list[int] = []
     known: set[int] = set()
-    assert list(befores_of({"one": [inner]}, known)) == ["one"]
-    assert befores_of({"two": inner}, known) == {}
+    assert list(states_of({"one": [inner]}, known)) == ["one"]
+    assert states_of({"two": inner}, known) == {}
