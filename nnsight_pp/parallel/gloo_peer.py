@@ -4,9 +4,11 @@ A gloo send ends only when the peer has posted the matching receive. So for each
 reader thread, which always has a receive posted and never waits for a send, and one writer thread
 with a queue. What a message means is the link's affair.
 
-A message is a frame with its body inside. A body that does not fit is a message of its own, which
-goes into a receive that is posted too. Only where that has no room either, a trip is lost: the peer
-posts a receive when it has read the frame. What is sent may be shorter than its receive.
+Small messages that are queued together share a frame, and so do the answers to them: a frame costs
+both ranks more than what is in it. Any other message is a frame with its body inside. A body that
+does not fit is a message of its own, which goes into a receive that is posted too. Only where that
+has no room either, a trip is lost: the peer posts a receive when it has read the frame. What is
+sent may be shorter than its receive.
 
 Source: torch 2.13.0, gloo transport/tcp/pair.cc: at most the receive's length is taken.
 """
@@ -25,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +43,11 @@ _PREFIX = struct.Struct("<4sBIQ")
 _ROOM_BYTES = FRAME_BYTES - _PREFIX.size
 _MAGIC = b"nnpp"
 _FRAMES, _BODIES, _LARGE = range(3)  # gloo's tags
-# The last message of a peer. All other kinds are the link's.
+# The last message of a peer, and several in one frame. All other kinds are the link's.
 STOP = 0
+_TOGETHER = 255
+# How many messages the writer takes from its queue at a time.
+_MOST_TOGETHER = 64
 
 # A message's head and the flat pieces of its payload, made by the writer's thread.
 Make: TypeAlias = "Callable[[], tuple[bytes, list[torch.Tensor]]]"
@@ -86,6 +91,7 @@ class GlooPeer:
     """
 
     __slots__ = (
+        "_answers",
         "_expected",
         "_group",
         "_outbox",
@@ -109,6 +115,8 @@ class GlooPeer:
         self._posting = threading.Lock()
         # What the reader has posted, with its memory: it must live until it is sent.
         self._posted: collections.deque[list[Any]] = collections.deque()
+        # What the reader will answer when it has looked through a frame; None for a single message.
+        self._answers: list[tuple[int, Make]] | None = None
         self.traffic = Traffic()
         # Why it answers nothing more, once that is so.
         self.failure: str | None = None
@@ -137,10 +145,15 @@ class GlooPeer:
         if threading.current_thread() is not self.threads[0]:
             self.send(kind, make)
             return
-        posted = self._made_and_posted(kind, make)
-        if posted is not None:
-            self._posted.append(posted)
-        if len(self._posted) > _MOST_POSTED or (posted is not None and len(posted) > 1):
+        if self._answers is not None:
+            self._answers.append((kind, make))
+        else:
+            self._post_answers([(kind, make)])
+
+    def _post_answers(self, answers: list[tuple[int, Make]]) -> None:
+        posted = self._made_and_posted(answers)
+        self._posted.append(posted)
+        if len(self._posted) > _MOST_POSTED or len(posted) > 1:
             self._outbox.put((STOP, None))
 
     def stop(self) -> None:
@@ -150,30 +163,61 @@ class GlooPeer:
 
     def _write(self) -> None:
         try:
-            while (item := self._outbox.get()) is not None:
-                kind, make = item
-                posted = None if make is None else self._made_and_posted(kind, make)
+            is_over = False
+            while not is_over:
+                items = self._queued()
+                is_over = items[-1] is None
+                messages = [
+                    (item[0], item[1]) for item in items if item is not None and item[1] is not None
+                ]
+                posted = self._made_and_posted(messages)
                 while self._posted:
                     _wait(self._posted.popleft())
-                _wait(posted or [])
+                _wait(posted)
         except Exception as error:
             self._receiver.lost(self, f"sending to stage {self.stage} failed: {error}")
 
-    def _made_and_posted(self, kind: int, make: Make) -> list[Any] | None:
-        """Return the works of a message; None for one that could not be made."""
-        try:
-            head, pieces = make()
-            parts = _message(kind, head, pieces)
-        except Exception:
-            log.exception("a message to stage %d could not be made", self.stage)
-            return None
+    def _queued(self) -> list[tuple[int, Make | None] | None]:
+        """Return what is in the queue, at least one item; nothing behind the last of all."""
+        items = [self._outbox.get()]
+        while items[-1] is not None and len(items) < _MOST_TOGETHER:
+            try:
+                items.append(self._outbox.get_nowait())
+            except queue.Empty:
+                break
+        return items
+
+    def _made_and_posted(self, items: list[tuple[int, Make]]) -> list[Any]:
+        """Return the works of these messages, without those that cannot be made."""
+        messages = self._made(items)
         with self._posting:
-            self.traffic.bytes_sent += sum(map(len, parts))
-            works = [self._group.send([parts[0]], self._rank, _FRAMES)]
-            for body in parts[1:]:
-                tag = _BODIES if len(body) <= _BODY_BYTES else _LARGE
-                works.append(self._group.send([body], self._rank, tag))
+            works = []
+            for parts in messages:
+                self.traffic.bytes_sent += sum(map(len, parts))
+                works.append(self._group.send([parts[0]], self._rank, _FRAMES))
+                for body in parts[1:]:
+                    tag = _BODIES if len(body) <= _BODY_BYTES else _LARGE
+                    works.append(self._group.send([body], self._rank, tag))
             return works
+
+    def _made(self, items: list[tuple[int, Make]]) -> list[list[torch.Tensor]]:
+        """Return the parts of each message, in order; small ones that follow each other in one."""
+        messages: list[list[torch.Tensor]] = []
+        small: list[tuple[int, bytes, list[torch.Tensor]]] = []
+        room = _ROOM_BYTES
+        for kind, make in items:
+            try:
+                head, pieces = make()
+                size = _PREFIX.size + len(head) + sum(map(len, pieces))
+            except Exception:
+                log.exception("a message to stage %d could not be made", self.stage)
+                continue
+            if size > room:
+                messages += _joined(small)
+                small, room = [], _ROOM_BYTES
+            small.append((kind, head, pieces))
+            room -= size
+        return messages + _joined(small)
 
     def _read(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
@@ -190,13 +234,36 @@ class GlooPeer:
             if message is None:
                 log.error("a malformed message from stage %d was dropped", self.stage)
                 continue
-            if message[0] == STOP:
-                self._receiver.lost(self, f"stage {self.stage} has stopped")
-                return
             try:
-                self._receiver.received(self, *message)
+                is_last = self._take_all(message)
             except Exception:
                 log.exception("a malformed message from stage %d was dropped", self.stage)
+                continue
+            if is_last:
+                self._receiver.lost(self, f"stage {self.stage} has stopped")
+                return
+
+    def _take_all(self, message: tuple[int, bytes, torch.Tensor]) -> bool:
+        """Hand over what is in a message, and answer it; return whether it was the last one."""
+        if message[0] != _TOGETHER:
+            return self._take(*message)
+        self._answers = []
+        try:
+            is_last = any(self._take(*one) for one in _apart(message[-1]))
+        finally:
+            answers, self._answers = self._answers, None
+            if answers:
+                self._post_answers(answers)
+        return is_last
+
+    def _take(self, kind: int, head: bytes, payload: torch.Tensor) -> bool:
+        if kind == STOP:
+            return True
+        try:
+            self._receiver.received(self, kind, head, payload)
+        except Exception:
+            log.exception("a malformed message from stage %d was dropped", self.stage)
+        return False
 
     def _receive(
         self, frame: torch.Tensor, view: memoryview
@@ -253,6 +320,32 @@ def _message(kind: int, head: bytes, pieces: list[torch.Tensor]) -> list[torch.T
         return [torch.cat([frame, *pieces])]
     # One piece goes as it is, without a copy.
     return [frame, pieces[0] if len(pieces) == 1 else torch.cat(pieces)]
+
+
+def _joined(messages: list[tuple[int, bytes, list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
+    """Return the parts of one message that holds all these, or of the only one."""
+    if len(messages) < 2:
+        return [_message(*one) for one in messages]
+    pieces: list[torch.Tensor] = []
+    for kind, head, own in messages:
+        length = len(head) + sum(map(len, own))
+        pieces += [_as_tensor(_PREFIX.pack(_MAGIC, kind, len(head), length) + head), *own]
+    return [_message(_TOGETHER, b"", pieces)]
+
+
+def _apart(frame: torch.Tensor) -> Iterator[tuple[int, bytes, torch.Tensor]]:
+    """Yield the messages that `_joined` has put into one."""
+    view, at = frame.numpy().data, 0
+    while at < len(frame):
+        _, kind, head_length, length = _PREFIX.unpack_from(view, at)
+        begin = at + _PREFIX.size
+        at = begin + length
+        # A tensor must start at a multiple of its element's size.
+        yield (
+            kind,
+            bytes(view[begin : begin + head_length]),
+            frame[begin + head_length : at].clone(),
+        )
 
 
 def _as_tensor(data: bytes) -> torch.Tensor:
