@@ -49,6 +49,8 @@ def own_calls(num_requests: int, rounds: int) -> Finding:
     """
     from types import SimpleNamespace
 
+    import torch
+
     from benchmarks.timing import difference_us
     from nnsight_pp.engines.vllm.forward import add_tracing
     from nnsight_pp.engines.vllm.ledger import Ledger
@@ -57,6 +59,9 @@ def own_calls(num_requests: int, rounds: int) -> Finding:
 
     class Runner:
         """A model runner whose calls do nothing."""
+
+        def get_model(self) -> Any:
+            return torch.nn.Module()
 
         def execute_model(self, *_: Any, **__: Any) -> None:
             self._determine_batch_execution_and_padding(1, num_tokens=1)

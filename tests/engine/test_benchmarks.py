@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.bench_idle import own_calls
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -45,3 +47,7 @@ def test_contenders_keep_the_same_numbers_as_hand_written_hooks(tmp_path, smollm
         if cell["who"] == "this library, engine" and "value of the first" in cell["load"]
     )
     assert crossed > 0
+
+
+def test_our_own_code_in_a_step_without_a_block_can_be_timed():
+    assert len(own_calls(2, 3).samples) == 3
