@@ -22,6 +22,12 @@ _CLOCKS = frozenset({
     "clock_gettime", "default_timer", "monotonic", "now", "perf_counter", "process_time",
     "thread_time", "time", "utcnow",
 })  # fmt: skip
+# And by which it may know its rank from others.
+_RANKS = _CLOCKS | {
+    "get_ident", "get_native_id", "getpid", "getppid", "gettid", "gethostname", "get_rank", "hash",
+    "id", "monotonic_ns", "perf_counter_ns", "process_time_ns", "time_ns", "token_bytes",
+    "token_hex", "urandom", "uuid1", "uuid4", "SystemRandom", "default_rng",
+}  # fmt: skip
 _PARTS = frozenset({"local"})
 
 
@@ -40,7 +46,7 @@ def merged(reports: Sequence[Report], message: BlockMessage, precision: float) -
     return merge_reports(
         reports,
         message.block,
-        partial(Comparison, precision, partial(looks_up, _CLOCKS)),
+        partial(Comparison, precision, partial(looks_up, _CLOCKS), partial(looks_up, _RANKS)),
         partial(looks_up, _PARTS),
     )
 

@@ -140,6 +140,23 @@ def test_a_model_of_half_precision_may_round_more():
     assert Comparison(torch.finfo(torch.bfloat16).eps).apart(one, other) is None
 
 
+CANCELLED = {
+    "what is left of a sum": (1.5e-3, -4.0e-3),
+    "a dot product of large numbers": (4294.50439453125, 4294.49072265625),
+    "a row of such": (torch.tensor([4294.504, -2e-3]), torch.tensor([4294.491, 9e-3])),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), CANCELLED.values(), ids=CANCELLED)
+def test_a_block_that_knows_nothing_of_its_rank_may_round_what_cancels(one, other):
+    assert Comparison(knows_rank=lambda: False).apart(one, other) is None
+    assert Comparison(knows_rank=lambda: False).apart(one, -1000 * other - 1) is not None
+
+
+def test_a_dot_product_rounds_by_more_than_a_few_units():
+    assert Comparison().apart(4294.50439453125, 4294.49072265625) is None
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5), (70, 30)])
 def test_a_sample_stands_for_its_tensor(shape):
     torch.manual_seed(0)
