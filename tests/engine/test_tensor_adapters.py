@@ -138,8 +138,8 @@ def test_two_adapters_and_none_with_blocks_and_without_in_one_step(
     (first_request, first), (second_request, other) = adapted, second
     batches: list[Batch] = []
 
-    def kept(*args: Any) -> Batch:
-        batches.append(Batch(*args))
+    def kept(*args: Any, **options: Any) -> Batch:
+        batches.append(Batch(*args, **options))
         return batches[-1]
 
     monkeypatch.setattr(client, "Batch", kept)
