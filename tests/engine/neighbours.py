@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,11 +18,10 @@ from engine.compare import ChangedNeighbourError, assert_same
 from nnsight_pp.engines.vllm import client
 from nnsight_pp.engines.vllm.batch import Batch, without_block
 from nnsight_pp.engines.vllm.stored_edits import StoredEdits
-from nnsight_pp.trace.tracer import Tracer
+from nnsight_pp.trace.tracer import Invocation, Tracer
 
 if TYPE_CHECKING:
     from engine.backends import Engine
-    from nnsight_pp.trace.tracer import Invocation
 
 NUM_BEFORE = 3
 NUM_NEIGHBOURS = 7
@@ -59,7 +57,21 @@ class _Written(list["Invocation"]):
         return Tracer(keep, (prompt,), {**_OWN, **options}, has_input=True)
 
     def plain(self, prompt: str, **options: Any) -> None:
-        self.append(replace(without_block(prompt), kwargs={**_OWN, **options}))
+        self.append(_anew(without_block(prompt), kwargs={**_OWN, **options}))
+
+
+def _anew(
+    one: Invocation, *, kwargs: dict[str, Any] | None = None, frame: int | None = None
+) -> Invocation:
+    """Return the request as it was before it ran, with these changes."""
+    return Invocation(
+        one.inputs,
+        one.kwargs if kwargs is None else kwargs,
+        one.block,
+        one.names,
+        one.saves,
+        one.frame if frame is None else frame,
+    )
 
 
 def _seven(model: Any) -> _Written:
@@ -100,7 +112,7 @@ def _seven(model: Any) -> _Written:
             model.model.layers[9].mlp.output[:] *= 1.5
             drawn.append(model.samples)
     # A frame of its own each, as traces with an input have when they run by themselves.
-    return _Written(replace(one, frame=-number) for number, one in enumerate(written, 1))
+    return _Written(_anew(one, frame=-number) for number, one in enumerate(written, 1))
 
 
 def _tokens(output: Any) -> list[list[int]]:
@@ -118,7 +130,7 @@ class Neighbours:
 
     @staticmethod
     def _give_alone(model: Any, one: Invocation) -> tuple[list[list[int]], dict[str, Any]]:
-        own = replace(one, bound={})
+        own = _anew(one)
         batch = Batch(model, [own], {}, _EditsOfOthers(StoredEdits()))
         error = batch.run(model._llm, model._call)
         assert error is None, error
@@ -137,7 +149,7 @@ class Neighbours:
             session: Any = None,
             **more: Any,
         ) -> Batch:
-            guests = [replace(one, bound={}) for one in self._written]
+            guests = [_anew(one) for one in self._written]
             around = [*guests[:NUM_BEFORE], *invocations, *guests[NUM_BEFORE:]]
             batch = Batch(root, around, options, _EditsOfOthers(stored), session, **more)
             runs.append((batch, guests))
