@@ -54,7 +54,7 @@ class RemoteAsk:
         self.kind = kind
         # See Note [Asked ahead] in `interleave.habits`.
         self._ahead: dict[str, Pending] = {}
-        if kind == "value" and owner < asks.stage and worker.unshared is None:
+        if self._may_be_ahead and worker.unshared is None:
             key = AskKey(worker.request, number)
             for part, picks in worker.habits.take(location).items():
                 assert asks.link is not None
@@ -65,6 +65,11 @@ class RemoteAsk:
         if self.kind != "constant":
             step = None if self.kind == "call" else self.step
             self._asks.let_go.add(self._worker.request, self.owner, self.number, step)
+
+    @property
+    def _may_be_ahead(self) -> bool:
+        """Whether it is a value that may be asked for before a line needs it."""
+        return self.kind == "value" and self.owner < self._asks.stage
 
     @property
     def shard(self) -> RemoteAsk | None:
@@ -131,8 +136,8 @@ class RemoteAsk:
 
     def _come_ahead(self, part: str, picks: Sequence[Any]) -> Pending | None:
         """Return the answer that was asked for ahead, if it is of ``picks``; note what is asked."""
-        if self.kind != "value":
-            return None
+        if not self._may_be_ahead:
+            return None  # nothing would ever take the note
         habits = self._worker.habits
         if self._ahead and part not in self._ahead:
             habits.break_off(self.location)

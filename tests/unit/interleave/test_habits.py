@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from nnsight_pp.core.location import Location
@@ -59,6 +61,24 @@ def test_another_part_in_each_step_is_asked_for_ahead_only_once():
             out.append(early[0][s % 3] * 2)
 """
     assert asked_by(block) == (7, 6)
+
+
+def test_nothing_is_noted_of_what_is_never_asked_for_ahead(monkeypatch: pytest.MonkeyPatch):
+    noted: list[Location] = []
+    note = Habits.note
+
+    def noting(habits: Habits, location: Location, *rest: Any) -> None:
+        noted.append(location)
+        note(habits, location, *rest)
+
+    monkeypatch.setattr(Habits, "note", noting)
+    block = """
+        for s in steps[:6]:
+            late = L[4].output
+            out.append(late[0][s % 3] * 2)
+"""
+    assert Pipeline(2, seed=3).run([Request("r", "        out = []" + block, 5, 2, 6, False)])
+    assert noted == []
 
 
 def test_what_was_not_brought_since_it_was_last_named_is_no_habit():
