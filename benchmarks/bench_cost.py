@@ -1,13 +1,14 @@
 """What reading and steering cost on an engine, beside what else can do the same.
 
     python -m benchmarks.bench_cost [--quick] [--model tiny] [--shapes 1x1,2x1,3x1,1x3]
-        [--in-flight 1,4,16] [--prompts 16,128,512] [--rounds 7] [--parts loads,workloads]
+        [--in-flight 1,4,16] [--prompts 16,128,512] [--rounds 8] [--parts loads,workloads]
         [--json FILE]
 
 A shape is stages x tensor-parallel ranks. In each, the contenders are processes that live at once
 and take turns: this library on an engine; plain vLLM, eager, which with hand-written hooks is the
-floor; and with one rank plain vLLM compiled, Hugging Face with raw hooks, this library and nnsight
-0.8.1 in one process. What they keep must be the same numbers, or the run fails.
+floor (two processes of each of these, one started before and one after the others); and with one
+rank plain vLLM compiled, Hugging Face with raw hooks, this library and nnsight 0.8.1 in one
+process. What they keep must be the same numbers, or the run fails.
 """
 
 from __future__ import annotations
@@ -89,6 +90,12 @@ def start(shape: Shape, folder: Path, *, peers: bool) -> dict[str, Contender]:
                 stop(up)
                 raise
             _say(f"{TITLES[name]} is left out: {error}")
+    try:
+        for name in ("plain", "ours"):
+            up[name].start_twin()
+    except ContenderError:
+        stop(up)
+        raise
     return up
 
 
@@ -135,7 +142,8 @@ def time_load(
 ) -> tuple[list[Finding], list[dict[str, Any]]]:
     """Time one load on all contenders; return rows of time, and all figures of each."""
     asked = {name: one for name, one in up.items() if load.kind == "untraced" or name != "compiled"}
-    in_turns(asked, 1, "run", lambda _: (load, -1), settle_s=0.0)  # the first of a kind is slower
+    # The first of a kind is slower; the second is another process's first.
+    in_turns(asked, 2, "run", lambda _: (load, -1), settle_s=0.0)
     answers = in_turns(asked, rounds, "run", lambda number: (load, number), settle_s=SETTLE_S)
     _check(load, answers)
     baseline = "plain"
@@ -202,7 +210,7 @@ def time_workloads(
     """Time the workloads of interpretability, one request each but for sweeps."""
     ours = {name: up[name] for name in ("ours", "local") if name in up}
     for name, workload in WORKLOADS.items():
-        in_turns(ours, 1, "workload", lambda _, name=name: (name,), settle_s=0.0)
+        in_turns(ours, 2, "workload", lambda _, name=name: (name,), settle_s=0.0)
         answers = in_turns(
             ours, rounds, "workload", lambda _, name=name: (name,), settle_s=SETTLE_S
         )
@@ -261,12 +269,12 @@ def options() -> argparse.Namespace:
     parser.add_argument("--in-flight", help="default: 1,4,16; with --quick 1,4")
     parser.add_argument("--prompts", help="words; default: 16,128,512; with --quick 16,128")
     parser.add_argument("--tokens", type=int, help="default: 16, with --quick 4")
-    parser.add_argument("--rounds", type=int, help="default: 7, with --quick 2")
+    parser.add_argument("--rounds", type=int, help="default: 8, with --quick 2")
     parser.add_argument("--parts", default="loads,workloads")
     parser.add_argument("--json", type=Path, help="write all samples to this file")
     given = parser.parse_args()
     usual = {"model": "smollm2", "shapes": "1x1,2x1,3x1,1x3", "in_flight": "1,4,16",
-             "prompts": "16,128,512", "tokens": 16, "rounds": 7}  # fmt: skip
+             "prompts": "16,128,512", "tokens": 16, "rounds": 8}  # fmt: skip
     quick = {"model": "tiny", "shapes": "1x1,2x1", "in_flight": "1,4", "prompts": "16,128",
              "tokens": 4, "rounds": 2}  # fmt: skip
     for name, value in (quick if given.quick else usual).items():

@@ -3,9 +3,9 @@
     python -m benchmarks.bench_idle [--quick] [--model tiny] [--stages 1,2] [--modes eager,compiled]
         [--pairs 20] [--traces 1000] [--starts 3] [--json FILE]
 
-Two engines live at once, each in a process of its own, and take turns: ours, plain, plain, ours. A
-busy machine disturbs both alike, and each pair of turns gives one ratio. Starts take turns too; a
-cold one finds no compiled code of vLLM's.
+Four engines live at once, each in a process of its own, started in the order ours, plain, plain,
+ours, and take turns in pairs. A busy machine disturbs both of a pair alike, and each pair of turns
+gives one ratio. Starts take turns too; a cold one finds no compiled code of vLLM's.
 """
 
 from __future__ import annotations
@@ -107,12 +107,14 @@ def own_calls(num_requests: int, rounds: int) -> Finding:
 def compare(mode: str, stages: int, given: argparse.Namespace) -> list[Finding]:
     """Return the rows of an engine of ours beside a plain one."""
     where = f"{mode}, {stages} stage{'s' if stages > 1 else ''}"
-    _say(f"{where}: starting two engines ...")
+    _say(f"{where}: starting four engines ...")
     folder = MODELS[given.model]()
     both = engine_arguments(folder, stages=stages, eager=mode == EAGER)
-    pair = {"plain": Contender("plain", both[1])}
+    pair = {"ours": Contender("ours", both[0])}
     try:
-        pair["ours"] = Contender("ours", both[0])
+        pair["plain"] = Contender("plain", both[1])
+        pair["plain"].start_twin()
+        pair["ours"].start_twin()
         return list(_turns(pair, where, given))
     finally:
         for one in pair.values():
@@ -136,8 +138,9 @@ def _turns(pair: dict[str, Contender], where: str, given: argparse.Namespace) ->
 
     for one in pair.values():
         for count in IN_FLIGHT:
-            one.ask("run", Load("untraced", count), -1)
-    pair["ours"].ask("traces", 5)
+            for _ in range(one.num_processes):
+                one.ask("run", Load("untraced", count), -1)
+    _serve_traces(pair["ours"], 5)
     untraced = ("untraced", "untraced")
     for count in IN_FLIGHT:
         _say(f"{where}: {count} in flight ...")
@@ -158,9 +161,14 @@ def _turns(pair: dict[str, Contender], where: str, given: argparse.Namespace) ->
         copies = [one["copy_s"] * 1e6 for one in got]
         name = f"collect {size} MB of saves, {where}"
         yield Finding(f"collect_{size}, {where}", name, _us(got), copies, "a copy", True, 2.0)
-    pair["ours"].ask("traces", given.traces)
+    _serve_traces(pair["ours"], given.traces)
     title = f"untraced requests after {given.traces} traces, 1 in flight"
     yield turns("idle_after", title, untraced, Load("untraced"), GOAL)
+
+
+def _serve_traces(one: Contender, count: int) -> None:
+    for _ in range(one.num_processes):
+        one.ask("traces", count)
 
 
 # ------------------------------------------------------------------------------------- starts

@@ -153,6 +153,8 @@ def _untouched(num_pairs: int) -> list[Finding]:
         pair = {"ours": Contender("ours", ours)}
         try:
             pair["plain"] = Contender("plain", plain)
+            pair["plain"].start_twin()
+            pair["ours"].start_twin()
             return [_generated(pair, count, num_pairs) for count in (1, 16)]
         finally:
             for one in pair.values():

@@ -126,10 +126,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         meta = compat.meta_model(self.vllm_config)
         root = VLLMTree(meta, self._load_tokenizer)
         root.gate = gate
-        names = NamesTrial(root)
-        served = self._trial_forward(runner, place, points, lambda _, value: value).order
-        handed_down = points.settle({location.path for location in served})
-        noted = self._trial_forward(runner, place, points, names.note)
+        names, noted, handed_down = self._trial(runner, place, points, root)
         self._stages = _stage_map(place, real, noted.order, meta, handed_down)
         joiner, root.splits = _joiner(place, real, compat.module_paths(meta), noted)
         is_last = place.stage == place.num_stages - 1
@@ -173,6 +170,18 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         self.nnsight_side = RankSide(place, turns, ledger, points, link)
         add_tracing(runner, self.nnsight_side, TensorGroup() if place.tp_size > 1 else None)
         print_on_signal(turns.workers, str(place))
+
+    def _trial(
+        self, runner: Any, place: Place, points: Points, root: VLLMTree
+    ) -> tuple[NamesTrial, Noted, dict[str, str]]:
+        """Return what a trial forward says of names, what it serves, and other names of modules."""
+        names = NamesTrial(root)
+        noted = self._trial_forward(runner, place, points, names.note)
+        handed_down = points.settle({location.path for location in noted.order})
+        if handed_down:  # these are served under other names now, on every rank of the stage alike
+            names = NamesTrial(root)
+            noted = self._trial_forward(runner, place, points, names.note)
+        return names, noted, handed_down
 
     def _trial_forward(
         self,
