@@ -41,6 +41,18 @@ def copied(value: Any) -> Any:
     return map_leaves(value, own_copy)
 
 
+def on_device(value: Any, device: torch.device) -> Any:
+    """Return ``value``, which is on the CPU, with its tensors on ``device``.
+
+    May be called by any thread: a copy from pageable memory has ended when it returns.
+    """
+    if device.type == "cpu":
+        return value
+    return map_leaves(
+        value, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
+    )
+
+
 def leaves(value: Any) -> Iterator[Any]:
     """Yield the leaves of ``value`` in the order in which `map_leaves` meets them."""
     parts = children(value)

@@ -185,16 +185,17 @@ class TreeNode:
         if type(getattr(type(self), name, None)) is property and not is_module:
             object.__setattr__(self, name, value)  # the usual case: a value is written
             return
-        if not is_served(type(self), name):
-            self.root._will_set(self, name)
+        if not is_served(type(self), name) and self.root._takes(self, name, value):
+            return
         if not is_module:
             object.__setattr__(self, name, value)
             return
         setattr(self._module, name, value)
         self._forest.added(self._adopt(name, value))
 
-    def _will_set(self, node: TreeNode, name: str) -> None:
-        """Take notice of an attribute that is set on ``node``; a root may refuse it."""
+    def _takes(self, node: TreeNode, name: str, value: Any) -> bool:
+        """Whether an attribute set on ``node`` needs no place there; a root may refuse it."""
+        return False
 
     def _attribute_of(self, node: TreeNode, name: str, value: Any) -> Any:
         """Return ``value``, found on the module of ``node``; a root may refuse it."""

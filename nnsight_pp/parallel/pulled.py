@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _Edit = tuple[tuple[Any, ...], "Callable[..., Any]", tuple[Any, ...], dict[str, Any]]
 FIRST_INPUT = "first input of (args, kwargs)"
 # Edits that draw random numbers, or run a function of the block that may.
-_DRAWING = frozenset(
+DRAWING = frozenset(
     [
         "normal_",
         "uniform_",
@@ -302,7 +302,7 @@ class Tree:
         self.check_may_edit()
         # What was assigned is an object of the block's own; numbers must be drawn in the order of
         # the lines, as on the owner; what this rank ships must be whole when its block is over.
-        if self._first or function.__name__ in _DRAWING or self.pulled.is_of_this_rank:
+        if self._first or function.__name__ in DRAWING or self.pulled.is_of_this_rank:
             self.whole(in_torch=False)
         if not self.is_here:
             self._parts.clear()

@@ -23,6 +23,7 @@ from nnsight_pp.engines.vllm import compat, machine
 from nnsight_pp.engines.vllm.batch import Batch, without_block
 from nnsight_pp.engines.vllm.progress import shown
 from nnsight_pp.engines.vllm.prompts import sampling_params
+from nnsight_pp.engines.vllm.rank_weights import RankWeights
 from nnsight_pp.engines.vllm.root import VLLMTree
 from nnsight_pp.engines.vllm.session_values import SessionValues
 from nnsight_pp.engines.vllm.stored_edits import StoredEdits
@@ -90,8 +91,7 @@ class VLLM(VLLMTree):
             "tensor_parallel_size": tensor_parallel_size,
             "dtype": dtype,
             "disable_log_stats": True,
-            # The ranks' own bar says little and is torn by their other words.
-            "use_tqdm_on_load": False,
+            "use_tqdm_on_load": False,  # the ranks' other words tear the bar
             **engine_args,
             **_FORCED,
         }
@@ -112,6 +112,7 @@ class VLLM(VLLMTree):
             self._precision = compat.precision_of(config)
             module = compat.meta_model(config)
         super().__init__(module, self._own_tokenizer)
+        self._weights = RankWeights(lambda: self.dispatch()._llm, self._call, self._lock)
         if dispatch:
             self.dispatch()
 

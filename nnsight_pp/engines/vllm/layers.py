@@ -21,11 +21,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.fused_moe.runner.shared_experts import SharedExperts
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
+    UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
 
@@ -45,6 +50,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Rules = dict[Location, tuple[Rule | None, ...]]
+# These use weights as they were loaded, but for what a CPU packs of them.
+PLAIN_METHODS = (linear.UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+_PLAIN_BACKENDS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 # Subclasses may split in another way, so classes are compared by identity.
 _EMBEDDINGS = (VocabParallelEmbedding, ParallelLMHead)
 
@@ -123,7 +131,7 @@ def num_ids_of(real: Mapping[str, torch.nn.Module]) -> dict[Location, int]:
     """Return how many ids each embedding whose rows are split takes, by its input's location."""
     found = {}
     for path, module in real.items():
-        layer: Any = _without_adapter(module)
+        layer: Any = without_adapter(module)
         if type(layer) in _EMBEDDINGS and layer.tp_size > 1:
             found[Location(path, "input")] = layer.num_embeddings_padded
     return found
@@ -134,7 +142,7 @@ def repacked(
     whole: torch.nn.Module,
     is_split: Callable[[str, str], bool],
 ) -> list[str]:
-    """Return the paths of ``real`` whose weights no longer have the shape of the ``whole`` model's.
+    """Return the paths of ``real`` whose weights are no longer those of the ``whole`` model.
 
     Args:
         real: This rank's modules by path.
@@ -142,12 +150,15 @@ def repacked(
         is_split: Whether a path's parameter has another shape because ranks split it.
 
     Source: vllm 0.32.0 model_executor/layers/utils.py:dispatch_cpu_unquantized_gemm packs a linear
-    layer's weight for the CPU and leaves an empty one.
+    layer's weight for the CPU and leaves an empty one. Experts keep the shape of theirs when they
+    pack it (fused_moe/experts/cpu_moe.py), so whoever has a method of its own is not believed.
     """
     found = []
     for path, module in module_paths(whole).items():
         own = real.get(path)
-        if own is not None:
+        if own is not None and not is_as_loaded(own):
+            found.append(path)
+        elif own is not None:
             shapes = {name: value.shape for name, value in own.named_parameters(recurse=False)}
             for name, value in module.named_parameters(recurse=False):
                 if shapes.get(name) != value.shape and not is_split(path, name):
@@ -156,12 +167,33 @@ def repacked(
     return found
 
 
+def is_as_loaded(module: torch.nn.Module) -> bool:
+    """Whether no method of ``module`` may have given its weights another meaning."""
+    method: Any = getattr(module, "quant_method", None)
+    if method is None or type(method) in PLAIN_METHODS or not module._parameters:
+        return True
+    backend = getattr(method, "unquantized_backend", None)
+    return type(method) is UnquantizedFusedMoEMethod and backend in _PLAIN_BACKENDS
+
+
 def weight_rule(
-    module: torch.nn.Module, whole: torch.nn.Module | None, name: str, num_ranks: int
+    module: torch.nn.Module,
+    whole: torch.nn.Module | None,
+    name: str,
+    num_ranks: int,
+    own: torch.Tensor | None = None,
 ) -> Columns | None:
-    """Return how the parameter ``name`` of a layer is split, or None where each rank has it all."""
+    """Return how the parameter ``name`` of a layer is split, or None where each rank has it all.
+
+    Args:
+        module: The layer.
+        whole: The same layer of the unsplit model.
+        name: The parameter's name.
+        num_ranks: How many ranks split each layer.
+        own: This rank's part, where the layer does not hold it as it was loaded.
+    """
     kind = type(module)
-    own = getattr(module, name, None)
+    own = getattr(module, name, None) if own is None else own
     unsplit = getattr(whole, name, None)
     if not isinstance(own, torch.Tensor) or not isinstance(unsplit, torch.Tensor):
         return None
@@ -194,7 +226,7 @@ def _add_layer_rules(
     whole: torch.nn.Module | None,
     num_ranks: int,
 ) -> None:
-    layer: Any = _without_adapter(module)
+    layer: Any = without_adapter(module)
     kind = type(layer)
     into, out = (Location(path, "input"), 0), (Location(path, "output"), 0)
     groups = _column_groups(module, whole, num_ranks)
@@ -223,7 +255,7 @@ def _add_shared_expert_rules(
     experts: list[Any] = [one for one in real.values() if isinstance(one, SharedExperts)]
     summing = set()
     for one in experts:
-        last: Any = _without_adapter(getattr(one._layer, "down_proj", one))
+        last: Any = without_adapter(getattr(one._layer, "down_proj", one))
         if type(last) is linear.RowParallelLinear and last.tp_size > 1 and not last.reduce_results:
             summing.add(id(one._layer))
     for path, module in real.items():
@@ -231,7 +263,7 @@ def _add_shared_expert_rules(
             known[Location(path, "output"), 0] = Summand()
 
 
-def _without_adapter(module: torch.nn.Module) -> torch.nn.Module:
+def without_adapter(module: torch.nn.Module) -> torch.nn.Module:
     """Return the layer that an adapter is added to: what both give is split as it splits.
 
     Source: vllm 0.32.0 lora/layers: column_parallel_linear.py and row_parallel_linear.py gather and
@@ -245,7 +277,7 @@ def _column_groups(
     module: torch.nn.Module, whole: torch.nn.Module | None, num_ranks: int
 ) -> tuple[ColumnGroup, ...] | None:
     """Return the groups of a column-parallel layer's outputs, or None for another layer."""
-    layer: Any = _without_adapter(module)
+    layer: Any = without_adapter(module)
     kind = type(layer)
     if whole is None or type(whole) is not kind or getattr(layer, "tp_size", 1) == 1:
         return None

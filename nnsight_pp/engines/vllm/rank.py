@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from vllm.tokenizers import get_tokenizer
 
-from nnsight_pp.core.tree import map_leaves
+from nnsight_pp.core.tree import map_leaves, on_device
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.adapters import leave_other_rows_alone
 from nnsight_pp.engines.vllm.forward import add_tracing, end_of_rank
@@ -31,6 +31,7 @@ from nnsight_pp.engines.vllm.past_edits import PastEdits, behind_caches
 from nnsight_pp.engines.vllm.points import Points
 from nnsight_pp.engines.vllm.residents import PREFIX, Residents
 from nnsight_pp.engines.vllm.root import VLLMTree, object_of
+from nnsight_pp.engines.vllm.shards import Shards
 from nnsight_pp.engines.vllm.side import RankSide
 from nnsight_pp.engines.vllm.surface import RankSurface
 from nnsight_pp.engines.vllm.tensor_group import TensorGroup
@@ -95,6 +96,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
 
     nnsight_side: RankSide | None = None
     _stages: StageMap
+    _shards: Shards
 
     def load_model(self, **options: Any) -> Any:
         """Load the model as vLLM does."""
@@ -128,7 +130,9 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         root.gate = gate
         names, noted, handed_down = self._trial(runner, place, points, root)
         self._stages = _stage_map(place, real, noted.order, meta, handed_down)
-        joiner, root.splits = _joiner(place, real, compat.module_paths(meta), noted)
+        whole = compat.module_paths(meta)
+        joiner, root.splits = _joiner(place, real, whole, noted)
+        self._shards = Shards(place, model, real, whole, joiner)
         is_last = place.stage == place.num_stages - 1
         caching = [path for path, module in real.items() if hasattr(module, "kv_cache")]
         past_edits = PastEdits(behind_caches(noted.order, caching) if is_last else ())
@@ -274,6 +278,12 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         return to_bytes(found[0]) if found else b""
 
     @_answers
+    def nnsight_weight(self, wanted: bytes) -> Any:
+        """Make a call of `Shards` that reads or edits a weight."""
+        self._require_side()
+        return self._shards.answer(wanted)
+
+    @_answers
     def nnsight_release(self, session: str) -> Any:
         """Forget what is kept for ``session``."""
         self._require_side()
@@ -363,18 +373,6 @@ def constant_of(real: dict[str, torch.nn.Module], name: str) -> torch.Tensor:
     """Return the weight whose location prints as ``name``. Called by the link's threads."""
     path, _, attribute = name.rpartition(".")
     return getattr(real[path], attribute).detach()
-
-
-def on_device(value: Any, device: torch.device) -> Any:
-    """Return a pulled ``value`` with its tensors where this rank computes.
-
-    Called by a link's thread: the copy from pageable memory has ended when it returns.
-    """
-    if device.type == "cpu":
-        return value
-    return map_leaves(
-        value, lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf
-    )
 
 
 def host_copy(value: Any) -> Any:

@@ -13,6 +13,7 @@ from nnsight_pp.core.location import LOGITS, ROOT, SAMPLES, Location
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.tree import map_leaves, own_copy
 from nnsight_pp.engines.vllm import compat
+from nnsight_pp.engines.vllm.engine_weights import EngineWeight
 from nnsight_pp.envoys.envoy import Envoy, unsupported
 from nnsight_pp.envoys.gate import Gate
 from nnsight_pp.envoys.standard_lens import Flat
@@ -28,9 +29,21 @@ from nnsight_pp.trace.tracer import BlockTracer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from nnsight_pp.engines.vllm.rank_weights import RankWeights
     from nnsight_pp.envoys.renaming import Spelling
     from nnsight_pp.parallel.joined import Parts
     from nnsight_pp.parallel.parts import Columns
+
+
+# Methods of a torch module that hand out its weights, or change them.
+_WEIGHT_METHODS = frozenset(
+    [
+        *("parameters", "named_parameters", "get_parameter", "buffers", "named_buffers"),
+        *("get_buffer", "state_dict", "load_state_dict", "apply", "zero_grad", "to_empty"),
+        *("half", "float", "double", "bfloat16", "type", "requires_grad_"),
+        *("register_parameter", "register_buffer"),
+    ]
+)
 
 
 class VLLMTree(StandardNames, Envoy):
@@ -40,6 +53,9 @@ class VLLMTree(StandardNames, Envoy):
         module: The model: on the meta device, except for what this process really holds.
         load_tokenizer: Makes the tokenizer on first use.
     """
+
+    # On a client, the way to the weights of the ranks.
+    _weights: RankWeights | None = None
 
     def __init__(self, module: torch.nn.Module, load_tokenizer: Callable[[], Any]) -> None:
         super().__init__(module)
@@ -153,9 +169,9 @@ class VLLMTree(StandardNames, Envoy):
         """Give a block a weight as a value of its own: pulled when it is used, never shared."""
         worker = running_worker()
         if not isinstance(value, torch.Tensor):
-            return value
+            return self._method_of(node, name, value)
         if worker is None:
-            return _shape_only(value) if value.is_meta else value
+            return self._weight_outside(node, name, value)
         assert worker.turns is not None
         if node.path in self.repacked:
             raise NotSupportedError(
@@ -163,7 +179,8 @@ class VLLMTree(StandardNames, Envoy):
                     f"vLLM has repacked {node.path}.{name} for this device.",
                     where=worker.where(),
                     why="Its CPU backend packs the weights of linear layers and drops them.",
-                    todo="Bring the weight along as a tensor, or run on a GPU.",
+                    todo="Clone it before the trace, `weight = model....weight.clone()`, or run on "
+                    "a GPU.",
                 )
             )
         location = Location(node.path, name)
@@ -178,7 +195,39 @@ class VLLMTree(StandardNames, Envoy):
             )
         return LazyRemoteTensor(source, lambda: _shared_weight(location, worker.where()))
 
-    def _will_set(self, node: Envoy, name: str) -> None:
+    def _weight_outside(self, node: TreeNode, name: str, value: torch.Tensor) -> Any:
+        """Return what a weight is outside of a block: on the client, a way to that of the ranks."""
+        if not value.is_meta:
+            return value
+        if self._weights is None or name not in {
+            **node._module._parameters,
+            **node._module._buffers,
+        }:
+            return _shape_only(value)
+        return self._weights.weight(Location(node.path, name), value)
+
+    def _method_of(self, node: TreeNode, name: str, value: Any) -> Any:
+        """Return ``value``, unless it hands out or changes the weights of ``node``'s module."""
+        if getattr(value, "__self__", None) is not node._module or name not in _WEIGHT_METHODS:
+            return value
+        if running_worker() is None and self._weights is not None:
+            if name == "named_parameters":
+                return lambda *a, **k: self._weights.named(node, *a, **k)
+            if name == "parameters":
+                return lambda recurse=True: (
+                    one for _, one in self._weights.named(node, recurse=recurse)
+                )
+        raise NotSupportedError(
+            explain(
+                f"{node.path}.{name} was asked for.",
+                where=_line(),
+                why="The weights are on the ranks, and each holds only a part of them.",
+                todo="Take a weight by its name, such as `module.weight`; between the traces, "
+                "`named_parameters()` has all names.",
+            )
+        )
+
+    def _takes(self, node: Envoy, name: str, value: Any) -> bool:
         """Refuse new attributes in a block: the tree is shared by all requests."""
         worker = running_worker()
         if worker is not None:
@@ -190,6 +239,7 @@ class VLLMTree(StandardNames, Envoy):
                     todo="Use a variable of the block, or assign to .output or .input.",
                 )
             )
+        return self._weights is not None and self._weights.takes(node, name, value)
 
     def _call_from_block(self, node: Envoy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``node`` on the stage that holds it; nothing in the call is served."""
@@ -256,7 +306,8 @@ def _shared_weight(location: Location, where: Where | None) -> NotSupportedError
             f"{location} was edited inside a block.",
             where=where,
             why="The weights of an engine are shared by every request.",
-            todo="Edit a copy, `weight = weight.clone()`, or what the module takes and gives.",
+            todo="Edit it between the traces, outside of any block; in a block, edit a copy, "
+            "`weight = weight.clone()`, or what the module takes and gives.",
         )
     )
 
@@ -278,7 +329,10 @@ def name_of(root: Envoy, obj: Any) -> tuple[str, str] | None:
 
     Raises:
         UnknownLocationError: ``obj`` is a node of another model.
+        NotSupportedError: It is a weight that the client took outside of the block.
     """
+    if type(obj) is EngineWeight:
+        raise obj.left_outside()
     if issubclass(type(obj), RemoteValue):
         return None  # it would move bytes to say what it is
     if isinstance(obj, Envoy):
