@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# One object, which pickle writes once for a whole report.
+_ELSEWHERE = Elsewhere()
+
 
 def encode_reports(reports: list[Report], parcel: Parcel) -> bytes | dict[str, Any]:
     """Return ``reports`` as bytes, or where they are: large ones go into ``parcel``.
@@ -98,7 +101,7 @@ def without_remote(value: Any) -> Any:
     def shipped(leaf: Any) -> Any:
         if not issubclass(type(leaf), RemoteValue):
             return leaf
-        return leaf._real_value() if leaf._is_of_this_rank() else Elsewhere()
+        return leaf._real_value() if leaf._is_of_this_rank() else _ELSEWHERE
 
     return map_leaves(value, shipped)
 
@@ -110,13 +113,13 @@ def as_witness(report: Report) -> Report:
         # CAUTION: a remote value answers `isinstance` by moving bytes.
         kind = type(leaf)
         if not issubclass(kind, torch.Tensor):
-            return Elsewhere() if issubclass(kind, Split) else leaf
+            return _ELSEWHERE if issubclass(kind, Split) else leaf
         try:
             return Sampled.of(leaf)
         except Exception:  # it cannot be sent either, as the rank that reports will say
-            return Elsewhere()
+            return _ELSEWHERE
 
-    same = dict.fromkeys(report.results, Elsewhere())
+    same = dict.fromkeys(report.results, _ELSEWHERE)
     return replace(
         report,
         saved={**map_leaves(report.saved, shown), **same},

@@ -1,9 +1,13 @@
 """Any value as a header and one flat payload.
 
-The header is a pickle in which each tensor is a number; the payload holds the tensors' elements,
-each at a multiple of 16 bytes. So any mix of dtypes, tuples, dicts, dataclasses and `None` crosses,
-and the receiver needs no guess about sizes. A tensor that occurs twice is sent once. Tensors cross
-without their autograd graph, and arrive on the CPU; a parameter stays one.
+The header is a pickle in which each tensor is a number; the payload holds the tensors' elements. So
+any mix of dtypes, tuples, dicts, dataclasses and `None` crosses, and the receiver needs no guess
+about sizes. A tensor that occurs twice is sent once. Tensors cross without their autograd graph,
+and arrive on the CPU; a parameter stays one.
+
+A report may hold thousands of small tensors. Those of one dtype and shape lie behind each other as
+one tensor that holds them all, so that torch takes them apart, and not a loop here. Each that
+arrives has memory of its own, which goes with it.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ import io
 import math
 import pickle
 import struct
-from typing import TYPE_CHECKING, Any, TypeAlias
+from array import array
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import cloudpickle
 import torch
@@ -22,27 +27,38 @@ if TYPE_CHECKING:
 
 _ALIGN = 16
 _LENGTH = struct.Struct("<Q")
+# Larger ones are not copied together, nor out of the payload.
+_MOST_TOGETHER = 1 << 16
 
 
-# How one tensor lies in the payload: the dtype's name, the shape, the offset, and None for a plain
-# tensor, else whether the parameter requires grad. No class of ours: it is pickled for each pull.
-_Shape: TypeAlias = tuple[str, tuple[int, ...], int, bool | None]
+# How alike tensors lie in the payload: the dtype's name, the shape of each, the offset, None for
+# plain tensors, else whether the parameter requires grad, and how many there are. No class of ours:
+# it is pickled for each pull.
+_Group: TypeAlias = tuple[str, tuple[int, ...], int, bool | None, int]
 _DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
 
+def _numbered(number: int) -> NoReturn:
+    """Stand in the header for the tensor of that number; `_Reader` puts it there."""
+    raise pickle.UnpicklingError(f"tensor {number} of a header that was read without its payload")
+
+
 class _Writer(cloudpickle.Pickler):
+    """Takes the tensors out of what it writes.
+
+    By `reducer_override`, which is not asked about numbers, texts and plain containers, as
+    `persistent_id` is; and pickle itself knows a tensor that it has met before.
+    """
+
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.tensors: list[torch.Tensor] = []
-        self._index: dict[int, int] = {}
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def reducer_override(self, obj: Any) -> Any:
         if not _has_elements(obj):
-            return None
-        if id(obj) not in self._index:
-            self._index[id(obj)] = len(self.tensors)
-            self.tensors.append(obj)
-        return self._index[id(obj)]
+            return super().reducer_override(obj)
+        self.tensors.append(obj)
+        return _numbered, (len(self.tensors) - 1,)
 
 
 class _Reader(pickle.Unpickler):
@@ -50,8 +66,10 @@ class _Reader(pickle.Unpickler):
         super().__init__(file)
         self._tensors = tensors
 
-    def persistent_load(self, pid: int) -> torch.Tensor:
-        return self._tensors[pid]
+    def find_class(self, module: str, name: str) -> Any:
+        if name == _numbered.__name__ and module == __name__:
+            return self._tensors.__getitem__
+        return super().find_class(module, name)
 
 
 def encode(value: Any) -> tuple[bytes, list[torch.Tensor]]:
@@ -68,26 +86,70 @@ def encode(value: Any) -> tuple[bytes, list[torch.Tensor]]:
         writer = _Writer(file)
         writer.dump(value)
         body, tensors = file.getvalue(), writer.tensors
-    shapes: list[_Shape] = []
+    groups, members = _grouped(tensors)
+    table: list[_Group] = []
     pieces, offset = [], 0
-    for tensor in tensors:
-        plain = tensor.detach().cpu().resolve_conj().resolve_neg()
-        flat = plain.contiguous().reshape(-1).view(torch.uint8)
-        grad = tensor.requires_grad if isinstance(tensor, torch.nn.Parameter) else None
-        shapes.append((str(tensor.dtype), tuple(tensor.shape), offset, grad))
+    for alike in groups:
+        first = alike[0]
+        flat = _flat(alike)
+        grad = first.requires_grad if isinstance(first, torch.nn.Parameter) else None
+        table.append((str(first.dtype), tuple(first.shape), offset, grad, len(alike)))
         padding = -len(flat) % _ALIGN
         pieces.append(flat)
         if padding:
             pieces.append(torch.zeros(padding, dtype=torch.uint8))
         offset += len(flat) + padding
-    return pickle.dumps((body, shapes)), pieces
+    return pickle.dumps((body, table, members)), pieces
+
+
+def _grouped(tensors: list[torch.Tensor]) -> tuple[list[list[torch.Tensor]], bytes]:
+    """Return what lies together, and for each of several tensors the number of its group."""
+    if len(tensors) == 1:
+        return [tensors], b""
+    groups: list[list[torch.Tensor]] = []
+    known: dict[Any, int] = {}
+    members = array("I")
+    for tensor in tensors:
+        shape, dtype = tensor.shape, tensor.dtype
+        number = len(groups)
+        if tensor.numel() * dtype.itemsize <= _MOST_TOGETHER:
+            grad = type(tensor) is not torch.Tensor and tensor.requires_grad
+            kind = (shape, dtype, tensor.device, type(tensor), grad)
+            number = known.setdefault(kind, number)
+        if number == len(groups):
+            groups.append([])
+        groups[number].append(tensor)
+        members.append(number)
+    return groups, members.tobytes()
+
+
+def _flat(alike: list[torch.Tensor]) -> torch.Tensor:
+    """Return the elements of tensors of one dtype and shape as ``[bytes]`` uint8."""
+    with torch.no_grad():
+        whole = alike[0].detach() if len(alike) == 1 else torch.stack(alike)
+        plain = whole.cpu().resolve_conj().resolve_neg()
+        return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
 def decode(header: bytes, payload: torch.Tensor) -> Any:
-    """Return the value of ``header`` and ``payload`` (``[bytes]`` uint8, kept by its tensors)."""
-    body, shapes = pickle.loads(header)
-    tensors = [_tensor(shape, payload) for shape in shapes]
-    return tensors[0] if body is None else _Reader(io.BytesIO(body), tensors).load()
+    """Return the value of ``header`` and ``payload`` (``[bytes]`` uint8).
+
+    Large tensors, and a tensor alone, lie in the payload and keep it; others are copied out of it.
+    """
+    body, table, members = pickle.loads(header)
+    groups = [_tensors(group, payload) for group in table]
+    if body is None:
+        return groups[0][0]
+    tensors = groups[0] if len(groups) == 1 else _in_turn(groups, members)
+    return _Reader(io.BytesIO(body), tensors).load()
+
+
+def _in_turn(groups: list[list[torch.Tensor]], members: bytes) -> list[torch.Tensor]:
+    """Return the tensors in the order of their numbers."""
+    numbers = array("I")
+    numbers.frombytes(members)
+    left = [iter(group) for group in groups]
+    return [next(left[number]) for number in numbers]
 
 
 def _has_elements(obj: Any) -> bool:
@@ -104,14 +166,26 @@ def _has_elements(obj: Any) -> bool:
     return obj.layout == torch.strided and not obj.is_quantized
 
 
-def _tensor(of: _Shape, payload: torch.Tensor) -> torch.Tensor:
-    name, shape, offset, is_parameter = of
+def _tensors(group: _Group, payload: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of ``group``."""
+    name, shape, offset, is_parameter, count = group
     dtype = _DTYPES[name]
-    length = math.prod(shape) * dtype.itemsize
-    tensor = payload[offset : offset + length].view(dtype).reshape(shape)
+    length = count * math.prod(shape) * dtype.itemsize
+    if count > 1:
+        whole = payload[offset : offset + length].view(dtype).reshape(count, *shape)
+        apart: Any = torch.unbind_copy(whole)
+        tensors = list(apart)
+    elif length == len(payload) or not length:
+        tensors = [payload[offset : offset + length].view(dtype).reshape(shape)]
+    elif length <= _MOST_TOGETHER:
+        tensors = [payload[offset : offset + length].view(dtype).reshape(shape).clone()]
+    else:  # of a storage that has its own length, and keeps the payload
+        start = offset + payload.storage_offset()
+        own: Any = torch.empty(0, dtype=dtype)
+        tensors = [own.set_(payload.untyped_storage()[start : start + length], 0, shape)]
     if is_parameter is None:
-        return tensor
-    return torch.nn.Parameter(tensor, requires_grad=is_parameter)
+        return tensors
+    return [torch.nn.Parameter(one, requires_grad=is_parameter) for one in tensors]
 
 
 def to_bytes(value: Any) -> bytes:

@@ -192,11 +192,12 @@ def test_memory_of_a_parcel_goes_with_the_last_tensor():
     before = mapped()
     found = sent([large(0)])
     assert mapped() == before + 1
-    kept = found[0].saved["odd"]
+    kept, small = found[0].saved["x"], found[0].saved["odd"]
     del found
     assert mapped() == before + 1
     del kept
     assert mapped() == before
+    assert torch.equal(small, torch.ones(3).half())
 
 
 def test_parcel_of_another_process_is_opened(tmp_path):

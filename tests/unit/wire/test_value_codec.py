@@ -128,3 +128,50 @@ def test_payload_may_come_in_one_buffer_of_its_own():
     header, pieces = encode(value)
     back = decode(header, torch.cat(pieces))
     assert all(same(own, other) for own, other in zip(back, value, strict=True))
+
+
+def test_many_tensors_of_several_kinds_come_back_in_their_places():
+    kinds = [
+        lambda at: torch.full((1, 6), float(at)),
+        lambda at: torch.full((2, 3), at, dtype=torch.int8),
+        lambda at: torch.tensor(at % 2 == 0),
+        lambda at: torch.empty(0, at % 3),
+        lambda at: nn.Parameter(torch.full((1, 6), -float(at)), requires_grad=at % 2 == 0),
+        lambda at: torch.full((1, 6), float(at)).expand(40_000, 6),
+    ]
+    value = {(at, kind): kinds[kind](at) for at in range(7) for kind in range(len(kinds))}
+    back = from_bytes(to_bytes(value))
+    assert list(back) == list(value)
+    for place, one in back.items():
+        assert same(one, value[place])
+        assert (type(one), one.requires_grad) == (type(value[place]), value[place].requires_grad)
+
+
+LARGE = 1 << 18
+
+
+@pytest.mark.parametrize("numbers", [(5, 5, 5), (5, 7), (LARGE, 5), (LARGE, LARGE)], ids=str)
+def test_each_tensor_has_memory_of_its_own(numbers):
+    value = [torch.full((number,), float(at)) for at, number in enumerate(numbers)]
+    back = from_bytes(to_bytes(value))
+    versions = [one._version for one in back]
+    for at, one in enumerate(back):
+        # So keeping it, or writing it to a file, keeps and writes nothing of the others.
+        assert one.untyped_storage().nbytes() == 4 * numbers[at]
+        one.fill_(-1.0 - at)
+    assert [one.unique().tolist() for one in back] == [[-1.0 - at] for at in range(len(back))]
+    assert [one._version for one in back] == [number + 1 for number in versions]
+
+
+def test_views_of_one_tensor_come_back_as_values_of_their_own():
+    whole = torch.arange(6.0).reshape(2, 3)
+    back, row, again = from_bytes(to_bytes((whole, whole[0], whole)))
+    assert again is back
+    back.zero_()
+    assert torch.equal(row, torch.arange(3.0))
+
+
+def test_header_alone_is_no_value():
+    body, _, _ = pickle.loads(encode([torch.ones(2)])[0])
+    with pytest.raises(pickle.UnpicklingError, match="without its payload"):
+        pickle.loads(body)
