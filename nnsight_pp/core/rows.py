@@ -234,6 +234,8 @@ class TokenCut:
 
     def look(self, value: Any) -> Any:
         """Return what `give` does without a copy, to be read at once and never edited."""
+        if type(value) is tuple and all(type(leaf) is torch.Tensor for leaf in value):
+            return tuple(map(self._view, value))  # a layer's, on most engines
         return map_leaves(value, self._view)
 
     def _copy(self, leaf: Any) -> Any:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from vllm.tokenizers import get_tokenizer
 
+from nnsight_pp.core.counted import EditsCounted
 from nnsight_pp.core.tree import map_leaves, on_device
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.adapters import leave_other_rows_alone
@@ -380,7 +381,9 @@ def host_copy(value: Any) -> Any:
 
     The link's threads send it later, and must not touch a device's stream.
     """
-    with torch.inference_mode(False), torch.no_grad():
+    with EditsCounted():
+        if type(value) is torch.Tensor and value.is_cpu:  # the usual case
+            return value.detach().clone()
         return map_leaves(
             value,
             lambda leaf: (
