@@ -66,7 +66,7 @@ class Report:
         stage: The reporting stage.
         trace: The client's name for the request.
         saved: The saved names, their remote leaves replaced by `Elsewhere`.
-        grown: How the block changed lists, dicts, sets and tensors from around it, likewise.
+        grown: How the block changed objects from around it, likewise.
         failure: Why the block ended early, or None.
         warnings: Texts for the user.
         trail: How many asks the worker made, and a checksum of them: alike on every stage.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -338,6 +341,38 @@ def outer_containers_of_every_kind(b: Any) -> dict[str, Any]:
         del table["gone"]
         kinds.add(str(rows[0].dtype))
     return {"rows": rows, "table": table, "kinds": sorted(kinds)}
+
+
+@dataclass
+class Store:
+    """Keeps what a block finds."""
+
+    rows: list[Any] = field(default_factory=list)
+    best: Any = None
+
+    def take(self, row: Any) -> None:
+        self.rows.append(row)
+        self.best = row if self.best is None else self.best + row
+
+
+@block
+def objects_around_a_block_keep_what_it_gives_them(b: Any) -> dict[str, Any]:
+    layers, ops = b.layers, b.ops
+    store, space = Store(), SimpleNamespace(table={}, inner=Store(["old"]))
+    rows, inner = store.rows, space.inner
+    counts, numbers = Counter(seen=1), random.Random(3)
+    with b.trace(PROMPT):
+        store.take(ops.mlp(layers[3])[-1])
+        store.take(ops.mlp(layers[23])[-1])
+        space.table["norm"] = store.best.norm()
+        space.inner.rows.append(float(store.rows[0][0]))
+        space.late = store.rows[1] * 2
+        counts["seen"] += 2
+        drawn = [numbers.random()].save()
+    assert store.rows is rows
+    assert space.inner is inner
+    return {"store": vars(store), "table": space.table, "rows": inner.rows, "late": space.late,
+            "counts": dict(counts), "numbers": [*drawn, numbers.random()]}  # fmt: skip
 
 
 @block

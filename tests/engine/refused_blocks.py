@@ -6,6 +6,8 @@ The line is marked: the traceback that the user sees must end, within this file,
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -339,3 +341,46 @@ def an_augmented_assignment_to_a_tuple_of_another_stage(b: Any) -> dict[str, Any
         ops.mlp(layers[20])[:] *= pair[2]  # <-
         logits = ops.logits(model).save()
     return {"logits": logits}
+
+
+# ------------------------------------------------------------- what each rank computes for itself
+
+
+@refused("RankDivergenceError", "time, process ids, and set order", frozenset({SEVERAL}))
+def a_clock_of_every_rank(b: Any) -> dict[str, Any]:
+    layers, ops = b.layers, b.ops
+    with b.trace(PROMPT):
+        late = ops.mlp(layers[20])
+        found = time.time().save()  # <-
+    return {"is_later": found > 0}
+
+
+@refused("RankDivergenceError", "time, process ids, and set order", frozenset({SEVERAL}))
+def a_value_with_a_process_id_in_it(b: Any) -> dict[str, Any]:
+    layers, ops = b.layers, b.ops
+    with b.trace(PROMPT):
+        found = (torch.ones(3) * os.getpid()).save()  # <-
+        late = ops.mlp(layers[20])
+    return {"is_here": bool((found > 0).all())}
+
+
+@refused("RankDivergenceError", "time, process ids, and set order", frozenset({SEVERAL}))
+def the_order_of_a_set(b: Any) -> dict[str, Any]:
+    layers, ops = b.layers, b.ops
+    words = {f"word {number}" for number in range(50)}
+    with b.trace(PROMPT):
+        early = ops.mlp(layers[3])
+        found = list(words).save()  # <-
+    return {"num": len(found)}
+
+
+# ------------------------------------------------------- what a block cannot change around itself
+
+
+@refused("NotSupportedError", "A builtins.list_iterator from around the block")
+def an_iterator_around_the_block_that_goes_on(b: Any) -> dict[str, Any]:
+    layers, ops = b.layers, b.ops
+    factors = iter([0.5, 2.0])
+    with b.trace(PROMPT):  # <-
+        late = (ops.mlp(layers[20]) * next(factors)).save()
+    return {"late": late, "next": next(factors)}

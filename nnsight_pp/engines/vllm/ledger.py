@@ -17,7 +17,7 @@ from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.company import BesideBlock, Company, cut_prompt
 from nnsight_pp.engines.vllm.outer import Before, change_of, is_outer, states_of
 from nnsight_pp.engines.vllm.residents import Residents, edited
-from nnsight_pp.errors import EarlyStopException, InternalError
+from nnsight_pp.errors import EarlyStopException, InternalError, NotSupportedError
 from nnsight_pp.interleave.randomness import Randomness, draws_of
 from nnsight_pp.interleave.timeline import Timeline
 from nnsight_pp.interleave.worker import Worker
@@ -48,7 +48,7 @@ class TracedRequest:
         message: The decoded block, or None when decoding failed.
         worker: The worker, or None likewise.
         scope: The names that the block has bound.
-        before: By name, the shipped lists, dicts, sets and tensors as they were before the block.
+        before: By name, the shipped objects as they were before the block.
         error: What went wrong outside of the block.
         is_echo: Whether it only repeats what went wrong in a request beside it.
         company: The requests that depend on it and on which it depends, or None.
@@ -318,8 +318,9 @@ class Ledger:
     def _report(self, traced: TracedRequest, result: Any) -> Report:
         worker, message, scope = traced.worker, traced.message, traced.scope
         error = traced.error
+        grown, refused = _grown(traced)
         if error is None and worker is not None:
-            error = worker.error or edited(traced.given)
+            error = worker.error or edited(traced.given) or refused
         failure = None
         if error is not None and not isinstance(error, EarlyStopException):
             failed_at = worker.failed_at if worker is not None else 0
@@ -339,11 +340,6 @@ class Ledger:
             for name in sorted(message.block.binds())
             if name in own and own[name] in worker.saves and id(own[name]) not in shipped
         }
-        grown = {}
-        for name, before in traced.before.items():
-            changes = change_of(before)
-            if changes:
-                grown[name] = without_remote(changes)
         return Report(
             traced.request,
             self._stage,
@@ -357,6 +353,15 @@ class Ledger:
             statistics=traced.statistics(),
             kept={} if failure else self._residents.bound(message, traced.request, own, saved),
         )
+
+
+def _grown(traced: TracedRequest) -> tuple[dict[str, Any], Exception | None]:
+    """Return how the block changed what came with it, by name; the error where that cannot be."""
+    try:
+        changes = {name: change_of(before) for name, before in traced.before.items()}
+    except NotSupportedError as error:
+        return {}, error
+    return {name: without_remote(one) for name, one in changes.items() if one}, None
 
 
 def _name_module(names: dict[str, Any]) -> None:

@@ -2,20 +2,43 @@
 
 A block works on a copy that came with its request. What it appended, assigned or edited is told
 from the copy as it was before, shipped with the report, and made on the user's own object. One that
-stands in a list, dict or tuple is named by its path there, as that was when the block began.
+stands in another (in a list or dict, as an attribute) is named by its path there, as that was when
+the block began.
+
+Objects with attributes are looked into, those of torch's modules too; not what the model or its
+libraries own. An object of a library that says itself what is pickled of it (an iterator, a table)
+cannot be looked into: where it is another one after the block, that is refused. Generators of
+random numbers come home where they stand.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import pickle
+import random
+import sys
+from collections import deque
+from enum import Enum
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
+from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
 
 from nnsight_pp.core.protocols import RemoteValue
+from nnsight_pp.envoys.tree_node import TreeNode
+from nnsight_pp.errors import NotSupportedError, explain
+from nnsight_pp.wire.block_codec import is_users
 
 
 def is_outer(value: Any) -> bool:
-    """Whether ``value`` is an object whose changes a block brings home."""
+    """Whether ``value`` is one whose changes a block brings home by the value's own name."""
     return type(value) in (list, dict, set) or _is_tensor(value)
 
 
@@ -25,15 +48,29 @@ def _is_tensor(value: Any) -> bool:
 
 
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
+# Never changed by a block, or the same on every side.
+_LEFT_ALONE = (
+    *(Enum, FunctionType, BuiltinFunctionType, MethodType, ModuleType, CodeType),
+    *(frozenset, range, slice, np.generic, RemoteValue, TreeNode),
+)
+# What these hold is the model's, or a stand-in for it.
+_PACKAGES = frozenset({__name__.partition(".")[0], "vllm", "transformers", "tokenizers", "torch"})
+
+
+@final
+class Field(str):
+    """The name of an attribute, in a path."""
+
+    __slots__ = ()
 
 
 class Before(NamedTuple):
     """One object as it was before the block.
 
     Attributes:
-        path: The indices and keys that lead to it, from what the name stands for.
+        path: The indices, keys and `Field`s that lead to it, from what the name stands for.
         now: The object, which the block may change.
-        was: A copy of a container, the version of a tensor.
+        was: A copy of what is compared, the version of a tensor.
     """
 
     path: tuple[Any, ...]
@@ -48,12 +85,13 @@ def states_of(names: dict[str, Any], known: set[int]) -> dict[str, list[Before]]
         names: What the block sees.
         known: The ids of objects that are told of elsewhere; those of these names come in.
 
-    Cost: a look at each member of each list, dict and tuple in ``names``.
+    Cost: a look at each member of each container and object in ``names``.
     """
     found = {}
     for name, value in names.items():
         states: list[Before] = []
-        _note(value, (), known, states)
+        if name != "__builtins__":
+            _note(value, (), known, states)
         if states:
             found[name] = states
     return found
@@ -61,28 +99,118 @@ def states_of(names: dict[str, Any], known: set[int]) -> dict[str, list[Before]]
 
 def _note(value: Any, path: tuple[Any, ...], known: set[int], states: list[Before]) -> None:
     kind = type(value)
-    if kind in (list, dict, tuple):
-        if id(value) in known:
-            return
-        known.add(id(value))
-        if kind is not tuple:
-            states.append(Before(path, value, value.copy()))
-        for place, member in value.items() if kind is dict else enumerate(value):
-            if type(member) not in _PLAIN:
-                _note(member, (*path, place), known, states)
-    elif (kind is set or _is_tensor(value)) and id(value) not in known:
-        known.add(id(value))
-        states.append(Before(path, value, value.copy() if kind is set else value._version))
+    if kind in _PLAIN or id(value) in known or issubclass(kind, _LEFT_ALONE):
+        return
+    known.add(id(value))
+    was = _state(value, kind)
+    if was is not None:
+        states.append(Before(path, value, was))
+    if issubclass(kind, dict):
+        members = list(value.items())
+    elif issubclass(kind, (list, tuple, deque)):
+        members = list(enumerate(value))
+    elif type(was) is _Fields:
+        _note(kind, path, known, states)  # where it has attributes of its own
+        members = [(Field(name), member) for name, member in was.items()]
+    else:
+        return
+    for place, member in members:
+        if type(member) not in _PLAIN:
+            _note(member, (*path, place), known, states)
+
+
+class _Fields(dict[str, Any]):
+    """The attributes of an object."""
+
+
+class _Pickled(bytes):
+    """What is pickled of an object."""
+
+
+def _state(value: Any, kind: type) -> Any:
+    """Return what tells later whether ``value`` has changed; None where nothing can be told."""
+    if issubclass(kind, torch.Tensor):
+        return value._version
+    if issubclass(kind, type):
+        return _pickled(value) if _is_of_the_user(value) else None
+    if issubclass(kind, (list, dict, set, deque, bytearray, np.ndarray)):
+        return value.copy()
+    if issubclass(kind, tuple):
+        return None
+    package = kind.__module__.partition(".")[0]
+    if package in _PACKAGES and not issubclass(kind, (torch.nn.Module, torch.Generator)):
+        return None
+    is_known = issubclass(kind, (SimpleNamespace, torch.nn.Module)) or _is_of_the_user(kind)
+    if _pickles_itself(kind) and not is_known:
+        return _pickled(value)
+    return _fields_of(value) if _has_fields(value) else _pickled(value)
+
+
+def _is_of_the_user(kind: type) -> bool:
+    module = sys.modules.get(kind.__module__)
+    return module is None or kind.__module__ == "__main__" or is_users(module)
+
+
+def _pickles_itself(kind: Any) -> bool:
+    names = ("__reduce__", "__reduce_ex__", "__getstate__")
+    return any(getattr(kind, name) is not getattr(object, name) for name in names)
+
+
+def _pickled(value: Any) -> _Pickled | None:
+    """Return what is pickled of an object; of a class, what its data attributes are."""
+    if issubclass(type(value), type):
+        value = {
+            name: one
+            for name, one in vars(value).items()
+            if not name.startswith("__") and not callable(one) and not _is_descriptor(type(one))
+        }
+    try:
+        return _Pickled(pickle.dumps(value))
+    except Exception:  # it came in another way, as a class or function does
+        return None
+
+
+def _is_descriptor(kind: type) -> bool:
+    return any("__get__" in one.__dict__ for one in kind.__mro__)
+
+
+def _slots_of(kind: type) -> list[str]:
+    found = []
+    for one in kind.__mro__:
+        slots = one.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{one.__name__.lstrip('_')}{name}" if is_private else name)
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
+
+
+def _has_fields(value: Any) -> bool:
+    return bool(_slots_of(type(value))) or getattr(value, "__dict__", None) is not None
+
+
+def _fields_of(value: Any) -> _Fields:
+    """Return the attributes that an object has of its own."""
+    found = _Fields(getattr(value, "__dict__", ()))
+    for name in _slots_of(type(value)):
+        try:
+            found[name] = object.__getattribute__(value, name)
+        except AttributeError:
+            continue  # not set
+    return found
 
 
 def change_of(states: list[Before]) -> list[tuple[tuple[Any, ...], Any]]:
-    """Return how the objects behind one name have changed: the path of each, and its change."""
+    """Return how the objects behind one name have changed: the path of each, and its change.
+
+    Raises:
+        NotSupportedError: One has changed that cannot be brought home.
+    """
     changes = ((one.path, _change(one.was, one.now)) for one in states)
     return [(path, change) for path, change in changes if change is not None]
 
 
 def _change(before: Any, after: Any) -> Any:
-    """Return how a list, dict, set or tensor has changed, or None.
+    """Return how an object has changed, or None.
 
     A list: ``("list", {index: item}, tail)``, or ``("list=", items)`` when it got shorter.
     """
@@ -95,16 +223,70 @@ def _change(before: Any, after: Any) -> Any:
             index: after[index] for index, item in enumerate(before) if after[index] is not item
         }
         tail = after[len(before) :]
-        return ("list", slots, tail) if slots or tail else None
+        return ("list", slots, list(tail)) if slots or tail else None
     if isinstance(after, dict):
-        changed = {
-            key: value
-            for key, value in after.items()
-            if key not in before or before[key] is not value
-        }
-        gone = [key for key in before if key not in after]
+        changed, gone = _changed(before, after)
         return ("dict", changed, gone) if changed or gone else None
-    return ("set", sorted(after, key=repr)) if after != before else None
+    if isinstance(after, set):
+        return ("set", sorted(after, key=repr)) if after != before else None
+    if isinstance(after, deque):
+        is_same = len(after) == len(before) and all(map(_is, after, before))
+        return None if is_same else ("items", list(after))
+    if isinstance(after, bytearray):
+        return ("list=", bytes(after)) if after != before else None
+    if isinstance(after, np.ndarray):
+        return _change_of_array(before, after)
+    if type(before) is _Pickled:
+        return None if _pickled(after) in (before, None) else ("drawn", _state_of_drawing(after))
+    changed, gone = _changed(before, _fields_of(after))
+    return ("fields", changed, gone) if changed or gone else None
+
+
+def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> tuple[dict[Any, Any], list[Any]]:
+    """Return what is new or another one, and the keys of what is gone."""
+    changed = {
+        key: value for key, value in after.items() if key not in before or before[key] is not value
+    }
+    return changed, [key for key in before if key not in after]
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _change_of_array(before: Any, after: Any) -> Any:
+    if before.shape != after.shape or before.dtype != after.dtype:
+        raise _unknown(after)
+    if before.dtype.hasobject:
+        is_same = all(map(_is, before.flat, after.flat))
+    else:
+        is_same = before.tobytes() == after.tobytes()
+    return None if is_same else ("array", after)
+
+
+def _state_of_drawing(value: Any) -> Any:
+    """Return where a generator of random numbers stands; of another object nothing is known."""
+    if isinstance(value, random.Random):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    if isinstance(value, torch.Generator):
+        return value.get_state()
+    raise _unknown(value)
+
+
+def _unknown(value: Any) -> NotSupportedError:
+    is_class = issubclass(type(value), type)
+    kind, what = (value, "The class") if is_class else (type(value), "A")
+    what += f" {kind.__module__}.{kind.__qualname__}"
+    return NotSupportedError(
+        explain(
+            f"{what} from around the block was changed by it.",
+            why="The block has worked on a copy, and this change cannot be brought home.",
+            todo="Make the object inside the block, or save what comes of it; set attributes of an "
+            "object, not of its class.",
+        )
+    )
 
 
 def located(target: Any, changes: list[tuple[tuple[Any, ...], Any]]) -> list[tuple[Any, Any]]:
@@ -116,7 +298,10 @@ def located(target: Any, changes: list[tuple[tuple[Any, ...], Any]]) -> list[tup
     for path, change in changes:
         one = target
         for place in path:
-            one = one[place]
+            try:
+                one = _fields_of(one)[place] if type(place) is Field else one[place]
+            except (KeyError, IndexError) as error:  # made when the copy was unpickled
+                raise _unknown(one) from error
         found.append((one, change))
     return found
 
@@ -127,6 +312,8 @@ def make_change(target: Any, change: Any) -> None:
     if kind == "tensor":
         with torch.no_grad():
             target.copy_(parts[0])
+    elif kind == "array":
+        target[...] = parts[0]
     elif kind == "list=":
         target[:] = parts[0]
     elif kind == "list":
@@ -134,9 +321,39 @@ def make_change(target: Any, change: Any) -> None:
             target[index] = item
         target.extend(parts[1])
     elif kind == "dict":
-        target.update(parts[0])
+        for key, item in parts[0].items():  # a counter's `update` would add
+            target[key] = item
         for key in parts[1]:
             target.pop(key, None)
+    elif kind == "fields":
+        _set_fields(target, *parts)
+    elif kind == "drawn":
+        _go_on_drawing(target, parts[0])
     else:
         target.clear()
-        target.update(parts[0])
+        target.extend(parts[0]) if kind == "items" else target.update(parts[0])
+
+
+def _go_on_drawing(target: Any, state: Any) -> None:
+    """Let a generator of random numbers go on where the rank's copy of it has stopped."""
+    if isinstance(target, np.random.Generator):
+        target.bit_generator.state = state
+    elif isinstance(target, torch.Generator):
+        target.set_state(state)
+    else:
+        target.setstate(state)
+
+
+def _set_fields(target: Any, changed: dict[str, Any], gone: list[str]) -> None:
+    """Set and remove attributes as they were found: past properties, also of what is frozen."""
+    own, slots = getattr(target, "__dict__", {}), _slots_of(type(target))
+    for name, value in changed.items():
+        if name in slots:
+            object.__setattr__(target, name, value)
+        else:
+            own[name] = value
+    for name in gone:
+        if name in slots:
+            object.__delattr__(target, name)
+        else:
+            own.pop(name, None)

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+import pickle
+import random
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import cloudpickle
+import numpy as np
 import pytest
 import torch
 
 from nnsight_pp.engines.vllm.outer import change_of, located, make_change, states_of
+from nnsight_pp.errors import NotSupportedError
 
 
 def brought_home(names: dict[str, Any], block: str) -> dict[str, Any]:
     """Run ``block`` on a copy of ``names``, as a rank does; return ``names`` with its changes."""
-    theirs = copy.deepcopy(names)
+    theirs = pickle.loads(cloudpickle.dumps(names))
     states = states_of(theirs, set())
     exec(block, {}, theirs)
     changes = [
@@ -24,7 +32,85 @@ def brought_home(names: dict[str, Any], block: str) -> dict[str, Any]:
     return names
 
 
+@dataclass
+class Store:
+    rows: list[Any] = field(default_factory=list)
+    values: dict[str, Any] = field(default_factory=dict)
+    best: Any = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    rows: list[Any]
+
+
+class Total:
+    total = 0
+    seen: ClassVar[list[int]] = []
+
+    @property
+    def double(self) -> int:
+        return 2 * self.total
+
+
+class Slots:
+    __slots__ = ("__own", "other", "rows")
+
+    def __init__(self) -> None:
+        self.rows, self.__own = [1], 0
+
+    def raise_own(self) -> None:
+        self.__own += 1
+        self.other = self.__own
+
+    def __eq__(self, other: object) -> bool:
+        return all(
+            getattr(self, name, None) == getattr(other, name, None)
+            for name in ("rows", "other", "_Slots__own")
+        )
+
+
+class Guarded:
+    """Counts what is set through its property, which must not happen twice."""
+
+    def __init__(self) -> None:
+        self._value, self.num_set = 0, 0
+
+    @property
+    def value(self) -> int:
+        return self._value
+
+    @value.setter
+    def value(self, value: int) -> None:
+        self._value = value
+        self.num_set += 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Guarded) and vars(self) == vars(other)
+
+
+Pair = namedtuple("Pair", "first second")
+
 CHANGES = {
+    "a list of an object": ("one.rows.append(3)", {"one": Store([1])}),
+    "an attribute": ("one.best = 4", {"one": Store()}),
+    "a dict of an object in a list": ("one[0].values['x'] = 1", {"one": [Store()]}),
+    "an object in an object": ("one.best.rows.append(1)", {"one": Store(best=Store())}),
+    "a namespace that was empty": ("one.x = [1]; one.x.append(2)", {"one": SimpleNamespace()}),
+    "an attribute is deleted": ("del one.x", {"one": SimpleNamespace(x=1, y=2)}),
+    "a list of a frozen dataclass": ("one.rows.append(2)", {"one": Frozen([1])}),
+    "slots": ("one.rows.append(2); one.raise_own()", {"one": Slots()}),
+    "a property": ("one.value = 5; one.value += 1", {"one": Guarded()}),
+    "a list of an object is replaced, and the old one grows": (
+        "old = one.rows; one.rows = [9]; old.append(1); two.append(old)",
+        {"one": Store([0]), "two": []},
+    ),
+    "a counter": ("one['a'] += 2; one['b'] += 1", {"one": Counter(a=1)}),
+    "a dict with defaults": ("one['a'].append(1); one['b'].append(2)", {"one": defaultdict(list)}),
+    "an ordered dict": ("one['b'] = 2; del one['a']", {"one": OrderedDict(a=1)}),
+    "a deque": ("one.appendleft(0); one[1].append(4)", {"one": deque([[1], 2], maxlen=5)}),
+    "bytes": ("one.extend(b'cd'); one[0] = 65", {"one": bytearray(b"ab")}),
+    "a list in a named tuple": ("one.second.append(3)", {"one": Pair(1, [2])}),
     "a list grows": ("one.append(3)", {"one": [1, 2]}),
     "a list gets shorter": ("del one[0]", {"one": [1, 2]}),
     "a list in a dict grows": ("one['a'].append(3)", {"one": {"a": [], "b": [1]}}),
@@ -86,3 +172,81 @@ def test_what_is_told_elsewhere_is_left_out():
     known: set[int] = set()
     assert list(states_of({"one": [inner]}, known)) == ["one"]
     assert states_of({"two": inner}, known) == {}
+
+
+def test_an_array_is_edited_in_place():
+    array = np.zeros((2, 2))
+    brought_home({"one": Store(values={"x": array})}, "one.values['x'][1, 0] = 7")
+    assert array.tolist() == [[0.0, 0.0], [7.0, 0.0]]
+
+
+def test_the_users_own_objects_are_changed():
+    inner, rows = Store(), []
+    store = Store(rows, best=inner)
+    brought_home({"one": store}, "one.rows.append(1); one.best.best = 2")
+    assert rows == [1]
+    assert store.rows is rows
+    assert store.best is inner
+    assert inner.best == 2
+
+
+def test_objects_that_hold_each_other_end():
+    one, two = Store(), Store()
+    one.best, two.best = two, one
+    brought_home({"one": one}, "one.best.best.rows.append(1)")
+    assert one.rows == [1]
+
+
+def test_the_weight_of_a_probe_is_edited_in_place():
+    probe = torch.nn.Linear(2, 1, bias=False)
+    weight = probe.weight
+    brought_home({"probe": probe, "torch": torch}, "with torch.no_grad(): probe.weight.fill_(3)")
+    assert probe.weight is weight
+    assert weight.tolist() == [[3.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    ("block", "value"),
+    [
+        ("next(one)", iter([1, 2])),
+        ("one.total += 1", Total),
+        ("type(one).total += 1", Total()),
+        ("one.rows.shape = (2, 1)", Store(np.zeros(2))),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_what_cannot_be_brought_home_is_refused(block: str, value: Any):
+    with pytest.raises(NotSupportedError, match="was changed by it"):
+        brought_home({"one": value}, block)
+    assert brought_home({"one": value}, "two = one")["one"] is value
+
+
+@pytest.mark.parametrize(
+    ("draw", "numbers"),
+    [
+        ("one.random()", random.Random(3)),
+        ("float(one.normal())", np.random.default_rng(3)),
+        ("float(torch.rand((), generator=one))", torch.Generator().manual_seed(3)),
+    ],
+)
+def test_a_generator_of_random_numbers_goes_on_at_home(draw: str, numbers: Any):
+    found = brought_home({"one": numbers, "torch": torch, "seen": []}, f"seen.append({draw})")
+    again = eval(draw, {"one": numbers, "torch": torch})
+    fresh = copy.deepcopy(found["seen"])
+    brought_home({"one": numbers, "torch": torch, "seen": found["seen"]}, f"seen.append({draw})")
+    assert len({*fresh, again, *found["seen"]}) == 3
+
+
+def test_what_unpickling_has_made_is_refused():
+    one = Made()
+    with pytest.raises(NotSupportedError, match="Made from around the block"):
+        brought_home({"one": one}, "one.rows.append(1)")
+
+
+class Made:
+    """Has a list only where it was unpickled."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"is_made": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.rows: list[int] = []
