@@ -203,7 +203,7 @@ class Shards:
             raise _RefusedError(f"vLLM holds it in a form of its own ({method})")
         if is_edit:
             self._check_edit(layer, path, name)
-        part = unpacked(layer, name)
+        part = unpacked(layer, name).contiguous()  # no memory is needed between two collectives
         rule = self._rule_of(layer, path, name, part)
         wanted = list(whole.shape)
         if rule is not None and self._joiner is not None:
