@@ -65,19 +65,6 @@ class Block:
         """
         return self.known.code
 
-    def compile(self, body: list[ast.stmt] | None = None) -> None:
-        """Compile the block now.
-
-        Args:
-            body: What ``source`` parses to, at its own lines, where somebody has it; changed.
-
-        Raises:
-            SyntaxError: As `code` does.
-        """
-        if body is not None and "known" not in self.__dict__:
-            self.__dict__["known"] = _compile(self, body)
-        self.code()
-
     def reads(self) -> frozenset[str]:
         """Return the names that the block, or anything nested in it, looks up around itself."""
         return self.known.facts.reads
@@ -147,9 +134,27 @@ class Compiled:
 
 @lru_cache(maxsize=512)
 def _compiled(block: Block) -> Compiled:
-    holder = ast.parse(_text_of(block), block.filename).body[0]
-    assert isinstance(holder, ast.If)
-    return _compile(block, holder.body)
+    def compiled(source: str | ast.Module) -> CodeType:
+        return compile(source, block.filename, "exec", flags=block.flags, dont_inherit=True)
+
+    text = _text_of(block)
+    try:
+        code = compiled(text)
+    except SyntaxError:
+        code = None  # said below, in words of ours where we have any
+    facts = None if code is None or may_differ(code) else facts_of(code)
+    if code is None or facts is None or facts.has_annotations:
+        holder = ast.parse(text, block.filename).body[0]
+        assert isinstance(holder, ast.If)
+        module = ast.Module(body=holder.body, type_ignores=[])
+        refuse_leaving(module, block.filename, lines_of(text))
+        code = compiled(as_in_function(module, compiled, block.receiver))
+        facts = facts_of(code)
+    # `from x import *` is compiled to an intrinsic call by some versions.
+    binds_more = bool(facts.reads & _BIND_MORE) or "import *" in block.source
+    code = code.replace(co_name=block.name, co_qualname=block.name)
+    lines = range(block.first_line, block.first_line + block.source.count("\n"))
+    return Compiled(code, facts, binds_more=binds_more, lines=lines)
 
 
 @lru_cache(maxsize=512)
@@ -162,25 +167,6 @@ def _uses(block: Block) -> Uses:
 def _text_of(block: Block) -> str:
     # A header one line above keeps the body's indentation and line numbers as they are.
     return "\n" * (block.first_line - 2) + "if 1:\n" + block.source
-
-
-def _compile(block: Block, body: list[ast.stmt]) -> Compiled:
-    module = ast.Module(body=body, type_ignores=[])
-
-    def compiled(tree: ast.Module) -> CodeType:
-        return compile(tree, block.filename, "exec", flags=block.flags, dont_inherit=True)
-
-    code = None if may_differ(module, block.source) else compiled(module)
-    facts = None if code is None else facts_of(code)
-    if code is None or facts is None or facts.has_annotations:
-        refuse_leaving(module, block.filename, lines_of(_text_of(block)))
-        code = compiled(as_in_function(module, compiled, block.receiver))
-        facts = facts_of(code)
-    # `from x import *` is compiled to an intrinsic call by some versions.
-    binds_more = bool(facts.reads & _BIND_MORE) or "import *" in block.source
-    code = code.replace(co_name=block.name, co_qualname=block.name)
-    lines = range(block.first_line, block.first_line + block.source.count("\n"))
-    return Compiled(code, facts, binds_more=binds_more, lines=lines)
 
 
 class Scope(dict[str, Any]):

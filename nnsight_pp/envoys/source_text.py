@@ -12,7 +12,7 @@ import linecache
 from typing import TYPE_CHECKING, Any
 
 from nnsight_pp.errors import SourceNotAvailable, explain
-from nnsight_pp.trace.capture import source_lines
+from nnsight_pp.trace.lines import source_lines
 from nnsight_pp.trace.loaded import is_as_loaded
 
 if TYPE_CHECKING:

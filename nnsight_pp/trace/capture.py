@@ -7,22 +7,22 @@ own trace functions (a debugger's, coverage's) back.
 """
 
 from __future__ import annotations
-import __future__ as future
 
 import ast
 import dis
 import linecache
 import sys
-from functools import cache
-from itertools import islice
 from typing import TYPE_CHECKING, Any, final
 
-from nnsight_pp.core.block import Block, lines_of
 from nnsight_pp.errors import BlockShapeError, Where, WithBlockNotFoundError, explain
+from nnsight_pp.trace.lines import source_lines
 from nnsight_pp.trace.loaded import is_as_loaded
+from nnsight_pp.trace.usual import block_in, position, usual_block
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
+
+    from nnsight_pp.core.block import Block
 
 
 class BodySkipped(BaseException):
@@ -49,38 +49,6 @@ _known: dict[tuple[int, int], tuple[CodeType, list[str], Block]] = {}
 _MOST_KNOWN = 1000
 # The last file that was parsed: most traces of a file are read one after the other.
 _parsed: dict[str, tuple[list[str], ast.Module]] = {}
-
-
-def source_lines(filename: str) -> list[str]:
-    """Return the lines of ``filename`` with their ends, or an empty list when there are none."""
-    if filename == "<string>":
-        return _command_lines()
-    entry = linecache.cache.get(filename)
-    if entry is not None and len(entry) > 1:  # as `getlines` does
-        return entry[2]
-    return linecache.getlines(filename)
-
-
-@cache
-def _command_lines() -> list[str]:
-    """Return the text of `python -c TEXT`, which is in no file."""
-    arguments = iter(sys.orig_argv[1:])
-    for argument in arguments:
-        if not argument.startswith("-") or argument == "-":
-            break
-        if argument == "--check-hash-based-pycs":
-            next(arguments, None)
-        if argument.startswith("--"):
-            continue
-        for position, letter in enumerate(argument[1:], 2):
-            rest = argument[position:]
-            if letter == "c":
-                return lines_of(rest or next(arguments, ""))
-            if letter in "mWX":
-                if not rest:
-                    next(arguments, None)
-                break
-    return []
 
 
 def block_at(frame: FrameType) -> Block:
@@ -133,6 +101,9 @@ def block_at(frame: FrameType) -> Block:
 def _loaded_block(frame: FrameType, lines: list[str]) -> Block | None:
     """Return the block of ``frame`` in ``lines``, or None where these are not its text."""
     code = frame.f_code
+    block = usual_block(frame, lines)
+    if block is not None:
+        return block
     node = _with_at(frame, lines)
     if node is None and WITHIN in frame.f_globals:
         raise BlockShapeError(
@@ -164,13 +135,10 @@ def _loaded_block(frame: FrameType, lines: list[str]) -> Block | None:
     else:
         _check_shape(node, start, frame)
         text = "".join(lines[start - 1 : last])
-    flags = code.co_flags & future.annotations.compiler_flag
-    receiver = code.co_varnames[0] if code.co_argcount and "__class__" in code.co_freevars else ""
-    text = text.rstrip("\r\n") + "\n"
     around = ", ".join(ast.unparse(item) for item in _items_behind(node, frame))
-    block = Block(code.co_filename, start, text, code.co_name, flags, receiver, around)
+    block = block_in(code, start, text, around)
     # What cannot be compiled is refused before anything runs.
-    block.compile(node.body if text != " pass\n" else None)
+    block.code()
     return block
 
 
@@ -186,18 +154,13 @@ def _tree_of(filename: str, lines: list[str]) -> ast.Module | None:
     return parsed[1]
 
 
-def _position(frame: FrameType) -> tuple[int | None, ...]:
-    """Return the first and last line, first and last column of what ``frame`` runs now."""
-    return next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
-
-
 def _with_at(frame: FrameType, lines: list[str]) -> ast.With | None:
     """Return the `with` that ``frame`` enters now.
 
     Its place in the code says which; where the code has no columns, it is the innermost one whose
     header holds the line.
     """
-    place, line = _position(frame), frame.f_lineno
+    place, line = position(frame), frame.f_lineno
     alone = _statement_at(place, lines)
     if alone is not None:
         return alone
@@ -268,7 +231,7 @@ def _items_behind(node: ast.With, frame: FrameType) -> list[ast.withitem]:
     """Return the items of ``node`` behind the tracer that ``frame`` enters."""
     if len(node.items) == 1:
         return []
-    place = _position(frame)
+    place = position(frame)
     if place != _place(node):
         places = [_place(one) for one in _expressions(node)]
         return node.items[places.index(place) + 1 :] if place in places else []

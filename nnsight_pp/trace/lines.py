@@ -1,0 +1,66 @@
+"""The text that code was read from, as lines: a file, a notebook's cell, or `python -c`."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import linecache
+import os
+import sys
+from functools import cache
+
+from nnsight_pp.core.block import lines_of
+
+
+def source_lines(filename: str) -> list[str]:
+    """Return the lines of ``filename`` with their ends, or an empty list when there are none."""
+    if filename == "<string>":
+        return _command_lines()
+    entry = linecache.cache.get(filename)
+    if entry is not None and len(entry) > 1:  # as `getlines` does
+        return entry[2]
+    if entry is None and os.path.isabs(filename) and (lines := _read(filename)) is not None:
+        return lines
+    return linecache.getlines(filename)
+
+
+def _read(filename: str) -> list[str] | None:
+    """Fill `linecache` with a file of plain UTF-8 as it does itself, in a fifth of its steps.
+
+    Return None, and leave it as it is, where there is no such file.
+    """
+    try:
+        with io.FileIO(filename) as file:
+            found, data = os.fstat(file.fileno()), file.readall()
+        head = data[: data.find(b"\n", data.find(b"\n") + 1)]
+        if b"\r" in data or b"coding" in head or head.startswith(codecs.BOM_UTF8):
+            return None  # a file may name its encoding in its first two lines
+        lines = lines_of(data.decode())
+    except (OSError, UnicodeDecodeError):
+        return None
+    if lines and not lines[-1].endswith("\n"):
+        lines[-1] += "\n"
+    linecache.cache[filename] = (found.st_size, found.st_mtime, lines, filename)
+    return lines
+
+
+@cache
+def _command_lines() -> list[str]:
+    """Return the text of `python -c TEXT`, which is in no file."""
+    arguments = iter(sys.orig_argv[1:])
+    for argument in arguments:
+        if not argument.startswith("-") or argument == "-":
+            break
+        if argument == "--check-hash-based-pycs":
+            next(arguments, None)
+        if argument.startswith("--"):
+            continue
+        for position, letter in enumerate(argument[1:], 2):
+            rest = argument[position:]
+            if letter == "c":
+                return lines_of(rest or next(arguments, ""))
+            if letter in "mWX":
+                if not rest:
+                    next(arguments, None)
+                break
+    return []
