@@ -6,7 +6,7 @@
 
 A shape is stages x tensor-parallel ranks. In each, the contenders are processes that live at once
 and take turns: this library on an engine; plain vLLM, eager, which with hand-written hooks is the
-floor (two processes of each of these, one started before and one after the others); and with one
+floor (two processes of each of these); and with one
 rank plain vLLM compiled, Hugging Face with raw hooks, this library and nnsight 0.8.1 in one
 process. What they keep must be the same numbers, or the run fails.
 """
@@ -17,11 +17,12 @@ import argparse
 import statistics
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.backends import MODELS
-from benchmarks.contender_process import SETTLE_S, Contender, ContenderError, in_turns
+from benchmarks.contender_process import SETTLE_S, Contender, ContenderError, in_turns, start_pair
 from benchmarks.engine_arguments import engine_arguments
 from benchmarks.findings import Finding, write_json
 from benchmarks.findings import markdown as rows_of_time
@@ -67,42 +68,27 @@ def _say(text: str) -> None:
     print(f"  {text}", file=sys.stderr, flush=True)
 
 
-def start(shape: Shape, folder: Path, *, peers: bool) -> dict[str, Contender]:
+def start(up: ExitStack, shape: Shape, folder: Path, *, quick: bool) -> dict[str, Contender]:
     """Start the contenders of a shape; say why one is left out."""
     ours, plain = engine_arguments(folder, stages=shape.stages, tp=shape.tp)
+    found = start_pair(up, ("ours", ours), ("plain", plain), quick=quick)
+    _say(f"{shape.title}: the engines are up, ours after {found['ours'].start_s:.0f} s")
     module = {"repo_or_path": str(folder)}
-    wanted: dict[str, tuple[str, dict[str, Any]]] = {"ours": ("ours", ours)}
-    wanted["plain"] = ("plain", plain)
+    wanted: dict[str, tuple[str, dict[str, Any]]] = {}
     if shape == (1, 1):
         wanted["hooks"] = ("hooks", module)
         wanted["local"] = ("ours", {**module, "local": True})
-        if peers:
+        if not quick:
             wanted["compiled"] = ("plain", {**plain, "enforce_eager": False})
             wanted["nnsight"] = ("nnsight", module)
-    up: dict[str, Contender] = {}
     for name, (kind, arguments) in wanted.items():
         try:
             python = str(peer_python(NNSIGHT)) if kind == "nnsight" else sys.executable
-            up[name] = Contender(kind, arguments, python=python)
-            _say(f"{shape.title}: {TITLES[name]} is up after {up[name].start_s:.0f} s")
+            found[name] = up.enter_context(closing(Contender(kind, arguments, python=python)))
+            _say(f"{shape.title}: {TITLES[name]} is up after {found[name].start_s:.0f} s")
         except (ContenderError, PeerMissingError) as error:
-            if name in ("ours", "plain"):
-                stop(up)
-                raise
             _say(f"{TITLES[name]} is left out: {error}")
-    try:
-        for name in ("plain", "ours"):
-            up[name].start_twin()
-    except ContenderError:
-        stop(up)
-        raise
-    return up
-
-
-def stop(contenders: dict[str, Contender]) -> None:
-    """End them all."""
-    for one in contenders.values():
-        one.close()
+    return found
 
 
 def loads_of(shape: Shape, given: argparse.Namespace) -> list[Load]:
@@ -290,8 +276,8 @@ def main() -> int:
     found, cells, memory = [], [], []
     for name in given.shapes.split(","):
         shape = Shape(*map(int, name.split("x")))
-        up = start(shape, MODELS[given.model](), peers=not given.quick)
-        try:
+        with ExitStack() as stack:
+            up = start(stack, shape, MODELS[given.model](), quick=given.quick)
             loads = loads_of(shape, given) if "loads" in given.parts.split(",") else []
             for number, load in enumerate(loads, 1):
                 _say(f"{shape.title}, {number}/{len(loads)}: {load.title} ...")
@@ -304,8 +290,6 @@ def main() -> int:
                     found.append(row)
                     cells.append(figure)
             memory += memory_of(up, shape)
-        finally:
-            stop(up)
     text = markdown(cells, memory)
     print(f"{text}\n\n{rows_of_time(found)}\n\n{environment()}")
     if given.json is not None:

@@ -3,9 +3,9 @@
     python -m benchmarks.bench_idle [--quick] [--model tiny] [--stages 1,2] [--modes eager,compiled]
         [--pairs 20] [--traces 1000] [--starts 3] [--json FILE]
 
-Four engines live at once, each in a process of its own, started in the order ours, plain, plain,
-ours, and take turns in pairs. A busy machine disturbs both of a pair alike, and each pair of turns
-gives one ratio. Starts take turns too; a cold one finds no compiled code of vLLM's.
+Two engines of each kind live at once, each in a process of its own, and take turns in pairs. A busy
+machine disturbs both of a pair alike, and each pair of turns gives one ratio. Starts take turns
+too; a cold one finds no compiled code of vLLM's.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import argparse
 import statistics
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from benchmarks.backends import MODELS
-from benchmarks.contender_process import SETTLE_S, Contender, in_turns
+from benchmarks.contender_process import SETTLE_S, Contender, in_turns, start_pair
 from benchmarks.engine_arguments import engine_arguments
 from benchmarks.findings import Finding, markdown, write_json
 from benchmarks.loads import Load
@@ -107,18 +108,12 @@ def own_calls(num_requests: int, rounds: int) -> Finding:
 def compare(mode: str, stages: int, given: argparse.Namespace) -> list[Finding]:
     """Return the rows of an engine of ours beside a plain one."""
     where = f"{mode}, {stages} stage{'s' if stages > 1 else ''}"
-    _say(f"{where}: starting four engines ...")
+    _say(f"{where}: starting {'two' if given.quick else 'five'} engines ...")
     folder = MODELS[given.model]()
-    both = engine_arguments(folder, stages=stages, eager=mode == EAGER)
-    pair = {"ours": Contender("ours", both[0])}
-    try:
-        pair["plain"] = Contender("plain", both[1])
-        pair["plain"].start_twin()
-        pair["ours"].start_twin()
+    ours, plain = engine_arguments(folder, stages=stages, eager=mode == EAGER)
+    with ExitStack() as up:
+        pair = start_pair(up, ("ours", ours), ("plain", plain), quick=given.quick)
         return list(_turns(pair, where, given))
-    finally:
-        for one in pair.values():
-            one.close()
 
 
 def _turns(pair: dict[str, Contender], where: str, given: argparse.Namespace) -> Any:

@@ -14,14 +14,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.contender_process import SETTLE_S, Contender, in_turns
+from benchmarks.contender_process import SETTLE_S, Contender, in_turns, start_pair
 from benchmarks.engine_arguments import engine_arguments
 from benchmarks.findings import Finding, main
 from benchmarks.loads import Load
@@ -36,7 +36,7 @@ NUM_READS = 50
 
 def findings(*, quick: bool) -> list[Finding]:
     """Return one finding for each size of a read, and for each number of requests in flight."""
-    return [*_reads(3 if quick else 40), *_untouched(2 if quick else 16)]
+    return [*_reads(3 if quick else 40), *_untouched(quick=quick)]
 
 
 # ---- one joined read ---------------------------------------------------------------------------
@@ -146,19 +146,13 @@ def _samples(rows: int, rounds: int) -> tuple[list[float], list[float]]:
 # ---- a model that nobody looks at --------------------------------------------------------------
 
 
-def _untouched(num_pairs: int) -> list[Finding]:
+def _untouched(*, quick: bool) -> list[Finding]:
     with tempfile.TemporaryDirectory() as folder:
         made = _random_qwen2(Path(folder) / "qwen2")
         ours, plain = engine_arguments(made, tp=2, longest=256)
-        pair = {"ours": Contender("ours", ours)}
-        try:
-            pair["plain"] = Contender("plain", plain)
-            pair["plain"].start_twin()
-            pair["ours"].start_twin()
-            return [_generated(pair, count, num_pairs) for count in (1, 16)]
-        finally:
-            for one in pair.values():
-                one.close()
+        with ExitStack() as up:
+            pair = start_pair(up, ("ours", ours), ("plain", plain), quick=quick)
+            return [_generated(pair, count, 2 if quick else 16) for count in (1, 16)]
 
 
 def _generated(pair: dict[str, Contender], count: int, num_pairs: int) -> Finding:
@@ -173,6 +167,8 @@ def _generated(pair: dict[str, Contender], count: int, num_pairs: int) -> Findin
         [1e6 * one["s"] for one in got["ours"]],
         [1e6 * one["s"] for one in got["plain"]],
         "plain vLLM on 2 ranks",
+        True,
+        1.01,
     )
 
 
