@@ -8,6 +8,7 @@ the same bytes back. Codecs are timed beside a copy of the same bytes in memory.
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import time
@@ -26,6 +27,7 @@ from benchmarks.two_processes import samples_of_two
 from nnsight_pp.core.ask import AskKey
 from nnsight_pp.core.block import Block
 from nnsight_pp.core.location import Location
+from nnsight_pp.core.report import Report
 from nnsight_pp.core.rows import Rows, TokenCut
 from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.clock import StepClock
@@ -35,7 +37,9 @@ from nnsight_pp.parallel.gloo_link import GlooLink, new_group
 from nnsight_pp.parallel.lazy import pick
 from nnsight_pp.parallel.publications import Publications
 from nnsight_pp.wire.block_codec import BlockMessage, decode_block, encode_block
-from nnsight_pp.wire.value_codec import decode, encode, from_bytes, to_bytes
+from nnsight_pp.wire.parcel import Parcel
+from nnsight_pp.wire.report_codec import decode_reports, encode_reports
+from nnsight_pp.wire.value_codec import decode, encode
 
 PLACE = Location("model.layers.3", "output")
 SIZES = {"4 KB": 1 << 12, "256 KB": 1 << 18, "16 MB": 1 << 24}
@@ -148,17 +152,41 @@ def _block_codec(rounds: int) -> Finding:
 
 
 def _reports(rounds: int, sizes: tuple[str, ...]) -> list[Finding]:
-    found = []
+    """Time what a rank and the client do about saves, the engine's messages between them apart.
+
+    The client looks at each page of what it gets, which a mapping brings in only then.
+    """
+    parcel, found = Parcel(), []
+
+    def dropped(_: bool) -> list[Any]:
+        parcel.drop()
+        return []
+
+    def there_and_back(report: Report) -> Any:
+        answer = pickle.loads(pickle.dumps(encode_reports([report], parcel)))
+        return decode_reports([answer], dropped)[0].saved["kept"]
+
+    def looked_at(report: Report) -> None:
+        assert there_and_back(report)[:: mmap.PAGESIZE // 4].sum() > 0
+
     for size in sizes:
-        value = {"kept": torch.zeros(REPORTS[size] // 4)}
+        report = Report("request", 0, saved={"kept": torch.ones(REPORTS[size] // 4)})
         ours, theirs = _in_turns(
-            lambda value=value: from_bytes(to_bytes(value)),
-            lambda value=value: value["kept"].clone(),
+            lambda report=report: looked_at(report),
+            lambda report=report: report.saved["kept"].clone(),
             rounds,
         )
-        found.append(
-            Finding(f"report_{size}", f"encode and decode {size} of saves", ours, theirs, "a copy")
-        )
+        title = f"encode and decode {size} of saves"
+        found.append(Finding(f"report_{size}", title, ours, theirs, "a copy"))
+    # As many tensors as 16 requests save of 30 layers in 16 steps.
+    many = {(at, layer): torch.ones(1, 576) for at in range(256) for layer in range(30)}
+    report = Report("request", 0, saved={"kept": many})
+
+    ours, theirs = _in_turns(
+        lambda: there_and_back(report), lambda: [one.clone() for one in many.values()], rounds
+    )
+    title = f"encode and decode {len(many):,} tensors of 2 KB"
+    found.append(Finding("report_many", title, ours, theirs, "a copy of each"))
     return found
 
 

@@ -25,8 +25,10 @@ from nnsight_pp.wire.value_codec import decode
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Below this, the answer itself is quicker than one more remote call.
-LEAST_BYTES = 4 << 20
+# Below this, the engine's message is as quick.
+LEAST_BYTES = 1 << 18
+# A rank keeps less than this until its next report: to tell it costs one more remote call.
+MOST_LEFT_BYTES = 4 << 20
 # The length of the header, and the mark of this one parcel.
 _PREFIX = struct.Struct("<Q16s")
 _ALIGN = 64
@@ -83,10 +85,20 @@ class Parcel:
         """Whether nothing waits."""
         return self._file is None
 
+    @property
+    def is_large(self) -> bool:
+        """Whether what waits should be dropped by a remote call of its own."""
+        return self._file is not None and os.fstat(self._file).st_size >= MOST_LEFT_BYTES
+
 
 def is_parcel(answer: Any) -> bool:
     """Tell whether a rank answered where its report is."""
     return isinstance(answer, dict) and "inode" in answer
+
+
+def should_be_dropped(where: dict[str, Any]) -> bool:
+    """Tell whether a rank should know that its `Parcel` is not needed any more."""
+    return where["size"] >= MOST_LEFT_BYTES
 
 
 def open_parcel(where: dict[str, Any]) -> Any:

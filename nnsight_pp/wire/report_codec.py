@@ -16,7 +16,14 @@ from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.report import Elsewhere, Failure, Report
 from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.errors import ValueUnavailableError
-from nnsight_pp.wire.parcel import LEAST_BYTES, Parcel, is_parcel, open_parcel, value_in
+from nnsight_pp.wire.parcel import (
+    LEAST_BYTES,
+    Parcel,
+    is_parcel,
+    open_parcel,
+    should_be_dropped,
+    value_in,
+)
 from nnsight_pp.wire.value_codec import encode, from_bytes, in_one_piece, to_bytes
 
 if TYPE_CHECKING:
@@ -63,7 +70,8 @@ def decode_reports(answers: Sequence[Any], fetch: Callable[[bool], list[Any]]) -
             log.info("reports go through the engine's messages: %s", error)
             found = [value_in(bytearray(answer)) for answer in fetch(True) if answer]
         else:
-            fetch(False)
+            if any(should_be_dropped(answer) for answer in away):
+                fetch(False)
     found += [from_bytes(answer) for answer in answers if answer and not is_parcel(answer)]
     # By stage, whatever way they came.
     return sorted((one for reports in found for one in reports), key=lambda one: one.stage)

@@ -216,7 +216,7 @@ class VLLM(VLLMTree):
         ``tracked`` and ``requests``: requests still known; ``observed``: locations that caches
         look at; ``resumed``: how often a traced request was preempted and computed again, since
         the start; ``workers``: live workers; ``parked``: asks that wait; ``published``: kept
-        answers; ``pending``: pulls on their way; ``parcels``: large reports that were not
+        answers; ``pending``: pulls on their way; ``parcels``: reports of 4 MB or more that were not
         fetched; ``traffic``: pulls and bytes by other stage, since the start.
         """
         return [pickle.loads(answer) for answer in self._call("nnsight_statistics")]

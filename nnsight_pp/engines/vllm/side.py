@@ -279,7 +279,7 @@ class RankSide:
             "tracked": len(self._ledger),
             "resumed": self._num_resumed,
             "observed": len(self._turns.observers.at),
-            "parcels": int(not self._parcel.is_empty),
+            "parcels": int(self._parcel.is_large),
             **self._turns.statistics(),
             **link,
         }

@@ -1,4 +1,5 @@
 import ast
+import os
 import pickle
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from nnsight_pp import OutOfOrderError, ValueUnavailableError
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.report import Elsewhere, Report
 from nnsight_pp.trace.raised import exception_of
-from nnsight_pp.wire.parcel import LEAST_BYTES, Parcel, open_parcel
+from nnsight_pp.wire.parcel import LEAST_BYTES, MOST_LEFT_BYTES, Parcel, open_parcel
 from nnsight_pp.wire.report_codec import (
     decode_reports,
     encode_reports,
@@ -27,7 +28,7 @@ def sent(reports):
     try:
         return decode_reports([b"", encode_reports(reports, parcel)], fetch)
     finally:
-        assert parcel.is_empty
+        assert not parcel.is_large
 
 
 def fetching(*parcels):
@@ -132,7 +133,7 @@ def test_exception_without_a_frame_of_the_block_has_no_lines():
     assert user_frames(caught(lambda: 1 / 0), "user.py") == ()
 
 
-def large(stage, num_bytes=LEAST_BYTES):
+def large(stage, num_bytes=MOST_LEFT_BYTES):
     saved = {"x": torch.arange(num_bytes // 4, dtype=torch.int32), "odd": torch.ones(3).half()}
     return Report("r", stage, "t", saved)
 
@@ -150,6 +151,38 @@ def test_large_reports_are_mapped_and_leave_nothing_with_the_rank():
         assert torch.equal(one.saved["odd"], torch.ones(3).half())
     found[0].saved["x"][0] = 7  # memory of the client's own
     assert found[1].saved["x"][0] == 0
+
+
+def test_middling_reports_are_mapped_without_a_call_and_the_next_takes_their_place():
+    parcel = Parcel()
+    fetch = fetching(parcel)
+    reports = [large(0, LEAST_BYTES), large(0, LEAST_BYTES)]
+    reports[1].saved["x"].fill_(1)
+    found = []
+    for report in reports:
+        answer = encode_reports([report], parcel)
+        assert len(pickle.dumps(answer)) < 200
+        found += decode_reports([answer], fetch)
+        assert not parcel.is_large
+    assert fetch.seen == []
+    for back, report in zip(found, reports, strict=True):
+        assert torch.equal(back.saved["x"], report.saved["x"])
+    encode_reports([Report("r", 0, "t")], parcel)
+    assert parcel.is_empty
+
+
+@pytest.mark.parametrize("num_bytes", [LEAST_BYTES, MOST_LEFT_BYTES])
+def test_a_hundred_reports_leave_no_file_and_no_mapping(num_bytes):
+    def held():
+        with open("/proc/self/maps") as file:
+            return len(os.listdir("/proc/self/fd")), file.read().count("memfd:nnsight_pp")
+
+    parcel = Parcel()
+    before, report = held(), large(0, num_bytes)
+    for _ in range(100):
+        decode_reports([encode_reports([report], parcel)], fetching(parcel))
+    parcel.drop()
+    assert held() == before
 
 
 def test_small_and_large_reports_of_one_collect_come_together():
