@@ -267,7 +267,7 @@ class Ledger:
         return [one for one in self._requests.values() if trace in (None, one.trace)]
 
     def close(self, traced: TracedRequest, result: Any) -> Report:
-        """End ``traced``, forget it, and return this stage's report of it."""
+        """End ``traced`` and return this stage's report of it. `forget` it afterwards."""
         try:
             if traced.worker is not None:
                 traced.worker.cut = WholeCut()  # what is left to read is the result, as it is
@@ -276,7 +276,6 @@ class Ledger:
         except Exception:
             failure = failure_of(InternalError(traceback.format_exc()), "", self._stage, 0)
             report = Report(traced.request, self._stage, traced.trace, failure=failure)
-        self.forget(traced)
         return report
 
     def close_company(self, company: Company, results: dict[str, Any]) -> list[Report]:

@@ -250,20 +250,15 @@ class RankSide:
 
     def collect(self, wanted: list[tuple[str, bytes | None]]) -> bytes | dict[str, Any]:
         """End the requests of these traces; return this stage's reports, or where they are."""
-        reports: list[Report] = []
         values = {trace: result and pickle.loads(result) for trace, result in wanted}
-        for trace, value in values.items():
-            known = self._ledger.requests(trace)
-            reports += [] if known else self._blame.reports(trace, self.place.stage)
-            for traced in known:
-                if traced.company is None:
-                    reports.append(self._ledger.close(traced, value))
-                else:
-                    reports += self._ledger.close_company(traced.company, values)
-        self._edits.forget_ended()
-        if not self.place.is_lead:
-            reports = [as_witness(report) for report in reports]
-        return encode_reports(reports, self._parcel)
+        reports, ended = _closed(self._ledger, self._blame, self.place, values)
+        try:
+            return encode_reports(reports, self._parcel)
+        finally:
+            # Only now: it wakes the link's threads, who would take the interpreter meanwhile.
+            for traced in ended:
+                self._ledger.forget(traced)
+            self._edits.forget_ended()
 
     def fetch(self, is_wanted: bool) -> bytes:
         """Drop the last report that was too large for an answer; return its bytes where wanted."""
@@ -289,6 +284,24 @@ class RankSide:
         if self._link is not None:
             self._link.stop()
             self._link.join(2.0)
+
+
+def _closed(
+    ledger: Ledger, blame: Blame, place: Place, values: dict[str, Any]
+) -> tuple[list[Report], list[TracedRequest]]:
+    """Close the requests of some traces; return the reports, and who is to be forgotten yet."""
+    reports: list[Report] = []
+    ended: list[TracedRequest] = []
+    for trace, value in values.items():
+        known = ledger.requests(trace)
+        reports += [] if known else blame.reports(trace, place.stage)
+        for traced in known:
+            if traced.company is None:
+                reports.append(ledger.close(traced, value))
+                ended.append(traced)
+            else:
+                reports += ledger.close_company(traced.company, values)
+    return (reports if place.is_lead else [as_witness(one) for one in reports]), ended
 
 
 def _settled(link: GlooLink, num_tracked: int) -> dict[str, Any]:
