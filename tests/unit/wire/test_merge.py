@@ -97,6 +97,33 @@ def test_a_difference_is_told_with_its_place_both_values_and_the_line():
     assert report.saved == {"y": 1}
 
 
+def test_a_difference_behind_tensors_of_single_stages_is_told_with_its_place():
+    one = {"x": {(0, "a"): torch.ones(1), (1, "b"): Elsewhere(), (2, "c"): torch.ones(1)}}
+    two = {"x": {(0, "a"): Elsewhere(), (1, "b"): torch.ones(1), (2, "c"): torch.zeros(1)}}
+    found = merge(one, two)
+    assert found.failure is not None
+    assert "at x[(2, 'c')][0]" in found.failure.text
+
+
+def test_nobody_having_a_tensor_of_many_is_told():
+    found = merge({"x": [torch.ones(1), Elsewhere()]}, {"x": [Elsewhere(), Elsewhere()]})
+    assert found.failure is not None
+    assert "at x[1]: no stage sent it" in found.failure.text
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [(1, True), (1, 2), ("a", b"a"), ((1, "a"), (1, "b"))], ids=str
+)
+def test_keys_that_differ_are_a_difference(mine, theirs):
+    assert merge({"x": {mine: torch.ones(1)}}, {"x": {theirs: Elsewhere()}}).failure is not None
+
+
+def test_keys_that_are_alike_up_to_rounding_are_alike():
+    third = torch.tensor(1 / 3).item()
+    found = merged({"x": {third: torch.ones(1)}}, {"x": {third + 1e-9: Elsewhere()}})
+    assert list(found["x"]) == [third]
+
+
 def test_a_third_stage_is_compared_too():
     report = merge({"x": 1}, {"x": Elsewhere()}, {"x": 2})
     assert report.failure is not None
