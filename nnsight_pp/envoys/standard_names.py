@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 from nnsight_pp.core.lens import Seen
 from nnsight_pp.core.location import ROOT
 from nnsight_pp.envoys.architectures import Family, Site, family_of, location_of, site_of
-from nnsight_pp.envoys.standard_lens import Layout, StandardLens
+from nnsight_pp.envoys.standard_lens import Flat, Layout, StandardLens
 from nnsight_pp.envoys.tree_node import TreeNode
 from nnsight_pp.errors import NotSupportedError, UnknownLocationError, explain
 from nnsight_pp.interleave.worker import current_worker, running_worker
@@ -75,8 +75,9 @@ class StandardNames(TreeNode):
         Raises:
             UnknownLocationError: It is not known.
         """
-        family = self.__dict__.get("_known_family") or family_of(self)
-        self._known_family = family
+        family = self.__dict__.get("_known_family")
+        if family is None:
+            family = self._known_family = family_of(self)
         if family is None:
             kind = type(self._module).__name__
             raise UnknownLocationError(
@@ -115,15 +116,21 @@ def seen_at(
 ) -> Seen | None:
     """Return where a standard value of ``root`` is served, and its lens; None without one."""
     sites: dict[tuple[int | None, str, str], Site | None]
+    seen: dict[tuple[int | None, str, str], Seen]
     sites = root.__dict__.setdefault("_sites", {})
+    # On an engine, where a layout knows nothing of the prompt.
+    seen = root.__dict__.setdefault("_seen", {}) if type(layout) is Flat else {}
     key = (index, part, name)
+    if key in seen:
+        return seen[key]
     if key not in sites:
         sites[key] = site_of(root, root._family(name), index, part, name)
     site = sites[key]
     if site is None:
         return None
     lens = StandardLens(site.pick, layout, site.columns, is_last=name == "logits")
-    return Seen(site.place, lens)
+    seen[key] = Seen(site.place, lens)
+    return seen[key]
 
 
 def _known(
