@@ -105,12 +105,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+# Not one of the families above, whose standard names are known: its heads share keys and values.
+# What vLLM's CPU kernel for latent attention takes; all layers feed forward.
+LATENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": (
+        "DeepseekV2",
+        {
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 32,
+            "head_dim": 64,
+            "first_k_dense_replace": 2,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+
 
 def make_tiny(family: str, folder: Path, tokenizer_from: Path, *, seed: int = 0) -> Path:
-    """Write a random model of one of `FAMILIES`, with two layers."""
+    """Write a random model of one of `FAMILIES` or of `LATENT`, with two layers."""
     import transformers
 
-    name, own = FAMILIES[family]
+    name, own = (FAMILIES | LATENT)[family]
     suffix = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
     fields = {**SHAPE, "num_hidden_layers": 2, "vocab_size": _vocab_size(tokenizer_from), **own}
     config = getattr(transformers, f"{name}Config")(**fields)

@@ -96,8 +96,7 @@ class VLLM(VLLMTree):
             **_FORCED,
         }
         self._llm: LLM | None = None
-        # vLLM's offline engine is not safe for threads: one run at a time.
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # vLLM's offline engine takes one run at a time
         self._stage_of: dict[str, Any] = {}
         self._stored = StoredEdits()
         self._session = SessionValues(self, self._call)
@@ -129,6 +128,7 @@ class VLLM(VLLMTree):
     def _size_cache(self, config: Any) -> None:
         if not compat.IS_CPU:
             return
+        machine.check_rotary_kernel(config)
         given = self._arguments.get("kv_cache_memory_bytes")
         size = given or machine.kv_cache_bytes(
             config.model_config.hf_text_config,

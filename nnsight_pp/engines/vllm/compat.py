@@ -169,13 +169,13 @@ def meta_model(vllm_config: Any) -> torch.nn.Module:
 
     Cost: no weights; some 50 ms for 30 layers.
     """
-    config = copy.deepcopy(vllm_config)
+    # Layers register themselves here, refuse a name twice, and may hold what cannot be copied.
+    layers = vllm_config.compilation_config.static_forward_context
+    config = copy.deepcopy(vllm_config, {id(layers): {}})
     parallel = config.parallel_config
     parallel.tensor_parallel_size = parallel.pipeline_parallel_size = parallel.world_size = 1
     parallel.rank = 0
     parallel.enable_expert_parallel = False
-    # Layers register themselves here and refuse a name twice.
-    config.compilation_config.static_forward_context = {}
     config.compilation_config.static_all_moe_layers = []
     config.compilation_config.mode = CompilationMode.NONE
     with (

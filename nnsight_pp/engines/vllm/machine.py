@@ -21,7 +21,7 @@ import psutil
 import torch
 from vllm import envs
 
-from nnsight_pp.errors import MachineError, explain
+from nnsight_pp.errors import ConfigurationError, MachineError, explain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,6 +82,27 @@ def check_machine(num_ranks: int, kv_bytes: int, *, is_sized_by_user: bool) -> N
                 why=f"Each holds {kv_bytes / 2**30:.2f} GiB of KV cache and about "
                 f"{_BYTES_PER_RANK / 2**30:.0f} GiB beside the weights.",
                 todo=f"Use fewer ranks or a smaller {hint}.",
+            )
+        )
+
+
+def check_rotary_kernel(config: Any) -> None:
+    """Refuse latent attention with vLLM's own rotary kernel for CPUs, which is wrong for it.
+
+    Source: vllm 0.32.0 layers/rotary_embedding/base.py:forward_cpu; layers/mla.py gives it a slice
+    of the queries, as if they lay side by side. The scaled embeddings of DeepSeek's own checkpoints
+    do not use it. `custom_op.py` says which operations are vLLM's own.
+    """
+    own = config.compilation_config.custom_ops
+    is_native = "none" in own or "-rotary_embedding" in own
+    rope = getattr(config.model_config.hf_text_config, "rope_parameters", None) or {}
+    is_plain = rope.get("rope_type", "default") == "default"
+    if config.model_config.use_mla and is_plain and not is_native:
+        raise ConfigurationError(
+            explain(
+                "vLLM's rotary kernel for CPUs is wrong for the latent attention of this model.",
+                why="With and without tracing, its attention would differ from the model's.",
+                todo='Give `compilation_config={"custom_ops": ["none"]}`.',
             )
         )
 
