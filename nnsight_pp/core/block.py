@@ -179,7 +179,6 @@ class Scope(dict[str, Any]):
     __slots__ = ("_around",)
 
     def __init__(self, *around: Any) -> None:  # mappings of names to the user's objects
-        super().__init__()
         self._around = around
         # The interpreter takes the module of a function or class from the globals' own entry.
         for names in around:

@@ -71,11 +71,13 @@ class Cache:
                     todo="Make `tracer.cache()` the first statement of the block.",
                 )
             )
-        known = {node._path for node in model.nodes()}
-        paths = known if modules is None else [_path_of(model, one) for one in modules]
+        known = {node._path: node._output for node in model.nodes()}
+        if modules is not None:
+            chosen = [_path_of(model, one) for one in modules]
+            known = {path: known[path] for path in chosen if path in known}
         self.model: TreeNode | None = model
         self.entries: dict[str, list[Entry]] = {}
-        self._paths = [path for path in paths if path in known]
+        self._outputs: dict[str, Location] = known
         self._options = options
         self._owns = owns
         # Where a rank keeps it, nothing can be read: the rest is on other ranks.
@@ -101,20 +103,21 @@ class Cache:
         """Return what the block holds of it, saved."""
         return save(CacheView(self, ""))
 
-    def observers(self) -> Iterator[tuple[Location, Callable[[Any], None]]]:
-        """Yield what is to be called with the value of each location."""
+    def observers(self) -> list[tuple[Location, Callable[[Any], None]]]:
+        """Return what is to be called with the value of each location."""
         takes_inputs = self._options["include_inputs"]
-        for path in self._paths:
-            if not takes_inputs and self._owns is None:  # the usual case
-                yield _new_tuple(Location, (path, "output")), _Giving(self, path, None)
-                continue
+        if not takes_inputs and self._owns is None:  # the usual case
+            return [(out, partial(_given, self, path)) for path, out in self._outputs.items()]
+        found: list[tuple[Location, Callable[[Any], None]]] = []
+        for path, out in self._outputs.items():
             taken: list[Any] = []
-            into, out = Location(path, "input"), Location(path, "output")
+            into = Location(path, "input")
             takes = takes_inputs and self._has(into)
             if takes:
-                yield into, _Taking(self, taken)
+                found.append((into, _Taking(self, taken)))
             if takes or self._has(out):
-                yield out, _Giving(self, path, taken)
+                found.append((out, _Giving(self, path, taken)))
+        return found
 
     def _has(self, location: Location) -> bool:
         return self._owns is None or self._owns(location)
@@ -193,24 +196,28 @@ class _Giving:
 
     __slots__ = ("_cache", "_path", "_taken")
 
-    def __init__(self, cache: Cache, path: str, taken: list[Any] | None) -> None:
+    def __init__(self, cache: Cache, path: str, taken: list[Any]) -> None:
         self._cache = cache
         self._path = path
         self._taken = taken
 
     def __call__(self, value: Any) -> None:
-        cache = self._cache
-        is_tensor = type(value) is torch.Tensor
-        if is_tensor and cache.is_simple and not value.requires_grad and value.is_cpu:
-            entry = _new_tuple(Entry, (value.clone(), None))
-            entries = cache.entries.get(self._path)
-            if entries is None:
-                cache.entries[self._path] = [entry]
-            else:
-                entries.append(entry)
-            return
         # A module that calls itself gives the inner output first.
-        cache.add(self._path, value, self._taken.pop() if self._taken else None)
+        self._cache.add(self._path, value, self._taken.pop() if self._taken else None)
+
+
+def _given(cache: Cache, path: str, value: Any) -> None:
+    """Note a visit whose inputs are not wanted."""
+    is_tensor = type(value) is torch.Tensor
+    if is_tensor and cache.is_simple and not value.requires_grad and value.is_cpu:
+        entry = _new_tuple(Entry, (value.clone(), None))
+        entries = cache.entries.get(path)
+        if entries is None:
+            cache.entries[path] = [entry]
+        else:
+            entries.append(entry)
+        return
+    cache.add(path, value, None)
 
 
 @final

@@ -170,8 +170,8 @@ class Envoy(Values, OlderNames, TreeNode):
 
     def _trace_from(self, node: Envoy, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return a tracer that runs the module of ``node``."""
-        kwargs = dict(kwargs)
-        return node._tracer_of(kwargs.pop("fn", None), inputs, kwargs)
+        fn = kwargs.pop("fn", None)
+        return node._tracer_of(fn, inputs, kwargs)
 
     def _tracer_of(self, fn: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer:
         """Return a tracer that calls ``fn``, by default the module, with this node's edits."""

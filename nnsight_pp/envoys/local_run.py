@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from contextvars import copy_context
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from greenlet import getcurrent
 
 from nnsight_pp.core.rows import WHOLE
+from nnsight_pp.core.saved import active_saves
 from nnsight_pp.envoys.cache_view import Cache
 from nnsight_pp.envoys.gate import Gate
 from nnsight_pp.envoys.row_batch import on_device_of
@@ -35,6 +37,7 @@ from nnsight_pp.trace.gradients import install_backward, refuse_in_backward
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextvars import Context
 
     from nnsight_pp.core.location import Location
     from nnsight_pp.core.protocols import Cut, Switch
@@ -112,9 +115,7 @@ class LocalForest(Forest):
         assert self._start is not None
         root = self._start.root
         cache = Cache(root, worker, modules, dict(options))
-        add = self._turns.observers.add
-        for location, observe in cache.observers():
-            add(location, observe, worker)
+        self._turns.observers.add(cache.observers(), worker)
         return cache.view()
 
     def run(
@@ -157,8 +158,9 @@ class LocalForest(Forest):
         workers: list[Worker] = []
         result, is_over = None, False
         try:
+            context = _shared_context(invocations)
             for number, one in enumerate((*stored, *invocations)):
-                worker = _worker(number, len(stored), one, switch)
+                worker = _worker(number, len(stored), one, switch, context)
                 worker.cut = WHOLE if number < len(stored) else cuts[number - len(stored)]
                 workers.append(worker)
                 turns.add(worker)
@@ -229,11 +231,28 @@ def _serving(turns: Interleaver) -> Callable[[Location, Any], Any]:
     return nearby.serving(turns, serve, _AbandonedRun)
 
 
-def _worker(number: int, num_stored: int, invocation: Invocation, switch: Switch) -> Worker:
+def _shared_context(invocations: Sequence[Invocation]) -> Context | None:
+    """Return the context variables that ``invocations`` see, where there are many; they save alike.
+
+    A variable that is set anew in each of their contexts costs more than a copy of one where it is.
+    """
+    if len(invocations) < 2:
+        return None
+    context = copy_context()
+    context.run(active_saves.set, invocations[0].saves)
+    return context
+
+
+def _worker(
+    number: int, num_stored: int, invocation: Invocation, switch: Switch, shared: Context | None
+) -> Worker:
     slot = switch.new_slot(torch.is_grad_enabled())
     request = f"invoke {number - num_stored}"
     filename = invocation.block.filename
-    worker = Worker(request, invocation.run, filename, slot, saves=invocation.saves)
+    context = None if shared is None else shared.copy()
+    worker = Worker(
+        request, invocation.run, filename, slot, saves=invocation.saves, context=context
+    )
     worker.seat = number
     return worker
 

@@ -44,6 +44,7 @@ from nnsight_pp.core.tree import copied
 from nnsight_pp.interleave.agreement import together
 from nnsight_pp.interleave.asks import Asks
 from nnsight_pp.interleave.clock import Clock, StepClock, VisitClock
+from nnsight_pp.interleave.habits import Habits
 from nnsight_pp.interleave.kept_open import commit_last, give_up
 from nnsight_pp.interleave.observers import Observers
 from nnsight_pp.interleave.remote import bring
@@ -127,6 +128,8 @@ class Interleaver:
     def add(self, worker: Worker) -> None:
         """Take ``worker`` in, and run it to its first park."""
         worker.turns, worker.near = self.asks, self.asks.near
+        if self._link is not None:
+            worker.habits = Habits()
         self._workers.setdefault(worker.request, []).append(worker)
         self.resume(worker, None)
 
@@ -304,7 +307,8 @@ class Interleaver:
         self._turn(worker, self.switch.throw, error)
 
     def _turn(self, worker: Worker, step: Callable[[Any, Any, Any], Any], argument: Any) -> None:
-        self._unpark(worker)
+        if worker.ask is not None:
+            self._unpark(worker)
         worker.greenlet.parent = getcurrent()
         if worker.randomness is None:
             step(worker.slot, worker.greenlet, argument)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from nnsight_pp.core.location import Location
     from nnsight_pp.core.protocols import Joiner
@@ -25,13 +25,15 @@ class Observers:
     def __init__(self) -> None:
         self.at: dict[Location, list[tuple[Worker, Callable[[Any], None]]]] = {}
 
-    def add(self, location: Location, call: Callable[[Any], None], worker: Worker) -> None:
-        """Let ``call`` see each value of ``location``, for ``worker``, after every edit."""
-        known = self.at.get(location)
-        if known is None:
-            self.at[location] = [(worker, call)]
-        else:
-            known.append((worker, call))
+    def add(self, calls: Iterable[tuple[Location, Callable[[Any], None]]], worker: Worker) -> None:
+        """Let each of ``calls`` see every value of its location, for ``worker``, after all edits."""
+        at = self.at
+        for location, call in calls:
+            known = at.get(location)
+            if known is None:
+                at[location] = [(worker, call)]
+            else:
+                known.append((worker, call))
 
     def show(self, location: Location, value: Any, joiner: Joiner | None) -> None:
         """Let those who observe ``location`` see ``value``, whole, or the error in its place."""

@@ -54,9 +54,10 @@ class RemoteAsk:
         self.kind = kind
         # See Note [Asked ahead] in `interleave.habits`.
         self._ahead: dict[str, Pending] = {}
-        if self._may_be_ahead and worker.unshared is None:
+        habits = worker.habits
+        if habits is not None and self._may_be_ahead and worker.unshared is None:
             key = AskKey(worker.request, number)
-            for part, picks in worker.habits.take(location).items():
+            for part, picks in habits.take(location).items():
                 assert asks.link is not None
                 self._ahead[part] = asks.link.pull(key, owner, location, step, picks)
 
@@ -136,9 +137,9 @@ class RemoteAsk:
 
     def _come_ahead(self, part: str, picks: Sequence[Any]) -> Pending | None:
         """Return the answer that was asked for ahead, if it is of ``picks``; note what is asked."""
-        if not self._may_be_ahead:
-            return None  # nothing would ever take the note
         habits = self._worker.habits
+        if habits is None or not self._may_be_ahead:
+            return None  # nothing would ever take the note
         if self._ahead and part not in self._ahead:
             habits.break_off(self.location)
         else:

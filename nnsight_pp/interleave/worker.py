@@ -25,7 +25,6 @@ from nnsight_pp.errors import (
     Where,
     explain,
 )
-from nnsight_pp.interleave.habits import Habits
 from nnsight_pp.interleave.shell import Shell, shell_for, take_back
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from nnsight_pp.core.protocols import Cut
     from nnsight_pp.core.report import PullRecord
     from nnsight_pp.interleave.asks import Asks
+    from nnsight_pp.interleave.habits import Habits
     from nnsight_pp.interleave.nearby import Near
     from nnsight_pp.interleave.randomness import Randomness
     from nnsight_pp.interleave.timeline import Timeline
@@ -148,7 +148,7 @@ class Worker:
         self.is_calling = False
         # What was brought from other stages, by owner, location and line.
         self.pulls: dict[tuple[int, Location, int], PullRecord] = {}
-        self.habits = Habits()
+        self.habits: Habits | None = None  # where values come from other stages
         self.loop_depth = 0
         self.memo: Memo | None = None
         self.is_relaxed = False  # only where a loop pins visits: see `clock.VisitClock`
@@ -173,7 +173,8 @@ class Worker:
 
     def run(self) -> None:
         """Run the block to its end; called by its greenlet."""
-        active_saves.set(self.saves)
+        if active_saves.get() is not self.saves:
+            active_saves.set(self.saves)
         run, self._run = self._run, None  # the worker outlives its names
         assert run is not None
         try:

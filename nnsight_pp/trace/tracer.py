@@ -167,7 +167,7 @@ class Invocation:
     def run(self) -> None:
         """Run the block in this process, beside a model."""
         try:
-            exec(self.block.code(), self.scope)
+            exec(self.block.known.code, self.scope)
         finally:
             self.is_over = True
 
@@ -177,7 +177,9 @@ class Invocation:
 
     def take_bound(self) -> None:
         """Fill `bound` with what the block has bound in `scope`."""
-        self.bound = _bound_by(self.block, self.scope)
+        names = self.block.known.facts.binds
+        if names:
+            self.bound = self.scope.own_of(names)
 
 
 def _bound_by(block: Block, scope: Scope) -> Mapping[str, Any]:

@@ -51,9 +51,11 @@ class RankSurface:
         cache = Cache(self._root, worker, modules, dict(options), owned)
         broken: list[Location] = []
         worker.note("cache")
-        for location, observe in cache.observers():
-            look = self._of_request(worker, location, observe, broken)
-            self._turns.observers.add(location, look, worker)
+        calls = [
+            (location, self._of_request(worker, location, observe, broken))
+            for location, observe in cache.observers()
+        ]
+        self._turns.observers.add(calls, worker)
         return cache.view()
 
     def _owned_by_name(self, location: Location) -> bool:
