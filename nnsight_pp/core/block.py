@@ -213,7 +213,7 @@ class Scope(dict[str, Any]):
 
     def layers(self) -> tuple[Any, ...]:
         """Return the own names of now, then what is around them, innermost first."""
-        return (self.own(), *self._around)
+        return (dict(self), *self._around)
 
     def __missing__(self, name: str) -> Any:
         for names in self._around:

@@ -148,7 +148,7 @@ class LocalForest(Forest):
             )
         args, kwargs = on_device_of(module, arguments)
         cuts, invocations = blocks
-        stored = [edit.invocation() for edit in edits]
+        stored = [edit.invocation() for edit in edits] if edits else []
         switch = self._loaded_switch()
         driver = getcurrent()
         turns, serving = self._opened(driver, switch)
@@ -199,7 +199,9 @@ class LocalForest(Forest):
         for worker in workers:
             if not worker.has_ended:
                 turns.drop(worker.request)
-            worker.let_go()
+            if worker.greenlet is not None or worker.error is not None:
+                worker.let_go()
+            worker.memo = None
         if not is_over:
             _unwound(workers)
         if renew(turns) and is_over and failed is None:

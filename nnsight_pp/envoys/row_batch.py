@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,20 +19,13 @@ if TYPE_CHECKING:
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Joined(NamedTuple):
-    """The one call that several invokes make."""
-
-    arguments: Given
-    cuts: list[Cut]
-
-
 def joined(
     invocations: Sequence[Invocation],
     size_of: Callable[..., int],
     join: Callable[[list[Given], Any], Given],
     call: Any,
-) -> Joined:
-    """Join the inputs of ``invocations``.
+) -> tuple[Given, list[Cut]]:
+    """Join the inputs of ``invocations``: return the one call's arguments, and a cut for each.
 
     Args:
         invocations: An invoke without rows of its own sees the whole batch; the options it gives
@@ -44,6 +37,8 @@ def joined(
     Raises:
         ConfigurationError: None has an input, or they cannot be joined.
     """
+    if len(invocations) == 1 and (invocations[0].inputs or invocations[0].kwargs):
+        return (invocations[0].inputs, invocations[0].kwargs), [WHOLE]  # the usual case
     given = [one for one in invocations if one.inputs or one.kwargs]
     if not given:
         raise ConfigurationError(
@@ -55,7 +50,7 @@ def joined(
         )
     if len(given) == 1:
         one = given[0]
-        return Joined((one.inputs, one.kwargs), [WHOLE] * len(invocations))
+        return (one.inputs, one.kwargs), [WHOLE] * len(invocations)
     sizes = [
         size_of(*one.inputs, **one.kwargs) if one.inputs or one.kwargs else 0 for one in invocations
     ]
@@ -70,7 +65,7 @@ def joined(
         alone = not size or len(rows) == 1
         cuts.append(WHOLE if alone else BatchCut(Rows(start, size, total)))
         start += size
-    return Joined((args, kwargs), cuts)
+    return (args, kwargs), cuts
 
 
 def num_rows(*inputs: Any, **kwargs: Any) -> int:

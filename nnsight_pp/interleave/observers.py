@@ -26,7 +26,7 @@ class Observers:
         self.at: dict[Location, list[tuple[Worker, Callable[[Any], None]]]] = {}
 
     def add(self, calls: Iterable[tuple[Location, Callable[[Any], None]]], worker: Worker) -> None:
-        """Let each of ``calls`` see every value of its location, for ``worker``, after all edits."""
+        """Let each of ``calls`` see all values of its location, for ``worker``, after edits."""
         at = self.at
         for location, call in calls:
             known = at.get(location)

@@ -231,9 +231,8 @@ class Worker:
     def let_go(self) -> None:
         """Drop what the block has seen and saved: a worker and its greenlet hold each other."""
         self.memo = None
-        if self.greenlet is not None or self.error is not None:
-            self.saves = SavedSet()
-            self._context.run(active_saves.set, None)
+        self.saves = SavedSet()
+        self._context.run(active_saves.set, None)
 
     def abandon(self) -> None:
         """Give up on a block that catches whatever it is thrown and asks on."""

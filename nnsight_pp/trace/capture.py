@@ -62,8 +62,12 @@ def block_at(frame: FrameType) -> Block:
     """
     code = frame.f_code
     site = (id(code), frame.f_lasti)
-    lines = source_lines(code.co_filename)
     known = _known.get(site)
+    if known is not None:
+        entry = linecache.cache.get(code.co_filename)
+        if entry is not None and len(entry) > 1 and known[1] is entry[2]:  # the usual case
+            return known[2]
+    lines = source_lines(code.co_filename)
     if known is not None and known[1] is lines:
         return known[2]
     where = Where(code.co_filename, frame.f_lineno, code.co_name)

@@ -72,7 +72,7 @@ class BlockStatement:
             capture.counting(sys._getframe(), "call", None)
         capture.release()
         try:
-            if kind is not None and not issubclass(kind, BodySkipped):
+            if kind is not BodySkipped and kind is not None:
                 return False
             if capture.block.around:
                 self._take_within(capture.block, capture.frame)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
+from nnsight_pp.core.block import Scope
 from nnsight_pp.core.location import RESULT
 from nnsight_pp.core.saved import SavedSet, active_saves
 from nnsight_pp.errors import (
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from types import FrameType
 
-    from nnsight_pp.core.block import Block, Scope
+    from nnsight_pp.core.block import Block
 
     # Runs the invocations; fills `Invocation.bound`, and returns an exception to raise in the
     # user's frame after the names were written, or None.
@@ -159,7 +160,7 @@ class Invocation:
         self.names = names
         self.saves = saves
         self.frame = frame
-        self.scope = names.scope()
+        self.scope = Scope(*names.around)
         self.bound: Mapping[str, Any] = _NOTHING
         self.is_saved = self.is_over = False
         self.warnings: Sequence[str] = ()
