@@ -44,7 +44,6 @@ from nnsight_pp.core.tree import copied
 from nnsight_pp.interleave.agreement import together
 from nnsight_pp.interleave.asks import Asks
 from nnsight_pp.interleave.clock import Clock, StepClock, VisitClock
-from nnsight_pp.interleave.habits import Habits
 from nnsight_pp.interleave.kept_open import commit_last, give_up
 from nnsight_pp.interleave.observers import Observers
 from nnsight_pp.interleave.remote import bring
@@ -109,9 +108,8 @@ class Interleaver:
             where=where,
             joiner=joiner,
         )
-        self._joiner = joiner
+        self._joiner, self._link = joiner, link
         self.switch = switch
-        self._link = link
         self._parked = self.asks.parked
         # Only one of the two clocks counts visits; the other is spared the call.
         self._passed = clock.passed if isinstance(clock, VisitClock) else None
@@ -128,8 +126,6 @@ class Interleaver:
     def add(self, worker: Worker) -> None:
         """Take ``worker`` in, and run it to its first park."""
         worker.turns, worker.near = self.asks, self.asks.near
-        if self._link is not None:
-            worker.habits = Habits()
         self._workers.setdefault(worker.request, []).append(worker)
         self.resume(worker, None)
 

@@ -13,6 +13,7 @@ from nnsight_pp.core.location import Location, Visit
 from nnsight_pp.core.protocols import DeferredError
 from nnsight_pp.core.report import PullRecord
 from nnsight_pp.errors import OutsideTraceError, ValueUnavailableError, explain
+from nnsight_pp.interleave.habits import Habits
 from nnsight_pp.interleave.unwind import out_of_order, park_refused
 from nnsight_pp.interleave.worker import running_worker
 
@@ -137,9 +138,9 @@ class RemoteAsk:
 
     def _come_ahead(self, part: str, picks: Sequence[Any]) -> Pending | None:
         """Return the answer that was asked for ahead, if it is of ``picks``; note what is asked."""
-        habits = self._worker.habits
-        if habits is None or not self._may_be_ahead:
+        if not self._may_be_ahead:
             return None  # nothing would ever take the note
+        habits = self._worker.habits = self._worker.habits or Habits()
         if self._ahead and part not in self._ahead:
             habits.break_off(self.location)
         else:

@@ -148,7 +148,7 @@ class Worker:
         self.is_calling = False
         # What was brought from other stages, by owner, location and line.
         self.pulls: dict[tuple[int, Location, int], PullRecord] = {}
-        self.habits: Habits | None = None  # where values come from other stages
+        self.habits: Habits | None = None  # since it brought a value of an earlier stage
         self.loop_depth = 0
         self.memo: Memo | None = None
         self.is_relaxed = False  # only where a loop pins visits: see `clock.VisitClock`
