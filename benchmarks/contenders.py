@@ -101,8 +101,8 @@ class Blocks:
             started = time.perf_counter()
             with model.trace("The", **options):
                 whole = model.layers[0].residual[-1].repeat(times)
-                kept = whole if part == slice(None) else whole[part].clone()
-                kept.save()
+                # In one statement: a name that a block reads brings what it stood for.
+                kept = (whole if part == slice(None) else whole[part].clone()).save()
             taken.append(time.perf_counter() - started)
             if part == slice(None):
                 copied = statistics.median(_copy_s(kept) for _ in range(3))
