@@ -23,7 +23,7 @@ def engine_arguments(
         "tensor_parallel_size": tp,
         "dtype": "float32",
         "max_model_len": longest,
-        "kv_cache_memory_bytes": 512 << 20,
+        "kv_cache_memory_bytes": 256 << 20,  # five engines live at once
         "enforce_eager": eager,
     }
     made = VLLM(**ours)._arguments
