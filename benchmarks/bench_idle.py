@@ -147,7 +147,9 @@ def _turns(pair: dict[str, Contender], where: str, given: argparse.Namespace) ->
                 ("first", "untraced"), single, None)  # fmt: skip
     if " 1 stage" not in where:
         yield turns("cross_adds", "a write on the last stage with a value of the first, per step",
-                    ("cross", "untraced"), Load("cross"), 1.1)  # fmt: skip
+                    ("cross", "untraced"), Load("cross"),
+                    # Compiled, steps without a block are, and those with one are not.
+                    1.1 if where.startswith(EAGER) else None)  # fmt: skip
     for size in (1, 10) if given.quick else (1, 10, 100):
         ours = {"ours": pair["ours"]}
         got = in_turns(

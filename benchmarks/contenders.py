@@ -99,10 +99,7 @@ class Blocks:
         taken, copied = [], 0.0
         for part in (slice(None), slice(0, 1)):
             started = time.perf_counter()
-            with model.trace("The", **options):
-                whole = model.layers[0].residual[-1].repeat(times)
-                # In one statement: a name that a block reads brings what it stood for.
-                kept = (whole if part == slice(None) else whole[part].clone()).save()
+            kept = _saved(model, options, times, part)
             taken.append(time.perf_counter() - started)
             if part == slice(None):
                 copied = statistics.median(_copy_s(kept) for _ in range(3))
@@ -134,6 +131,14 @@ class Blocks:
     def close(self) -> None:
         if not self._is_local:
             self.model.close()
+
+
+def _saved(model: Any, options: dict[str, Any], times: int, part: slice) -> Any:
+    """Save a part of a value. A function: names that a block reads bring what they stood for."""
+    with model.trace("The", **options):
+        whole = model.layers[0].residual[-1].repeat(times)
+        kept = (whole if part == slice(None) else whole[part].clone()).save()
+    return kept
 
 
 class Plain:
