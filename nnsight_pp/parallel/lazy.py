@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.saved import save
 from nnsight_pp.core.tree import leaves, own_copy
 from nnsight_pp.errors import OutsideTraceError
@@ -44,6 +43,7 @@ from nnsight_pp.parallel.pulled import (
     with_first,
 )
 from nnsight_pp.parallel.reductions import Reduction, is_reducing_call, reduction
+from nnsight_pp.parallel.stand_in import StandIn, method_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -79,7 +79,7 @@ def _is_lazy(value: object) -> bool:
     return issubclass(type(value), LazyRemoteTensor)
 
 
-class LazyRemoteTensor(RemoteValue):
+class LazyRemoteTensor(StandIn):
     """A value that another stage computes. Use it like the value itself.
 
     See the module's text for what moves bytes and what does not. Outside of its block its ``repr``
@@ -221,41 +221,11 @@ class LazyRemoteTensor(RemoteValue):
     def __len__(self) -> int:
         return len(self._force())
 
-    def __bool__(self) -> bool:
-        return bool(self._force())
-
-    def __float__(self) -> float:
-        return float(self._force())
-
-    def __int__(self) -> int:
-        return int(self._force())
-
-    def __index__(self) -> int:
-        return operator.index(self._force())
-
-    def __complex__(self) -> complex:
-        return complex(self._force())
-
-    def __contains__(self, item: Any) -> bool:
-        return real(item, False) in self._force()
-
-    def __format__(self, spec: str) -> str:
-        return format(self._force(), spec)
-
-    def __str__(self) -> str:
-        return str(self._force())
-
-    def __hash__(self) -> int:
-        return id(self)
-
     def __copy__(self) -> LazyRemoteTensor:
         return LazyRemoteTensor._of(self._tree, self._picks)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyRemoteTensor:
         return self._clone()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _itself, (self._force(),)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._real_value()(*real(args, False), **real(kwargs, False))
@@ -270,10 +240,6 @@ class LazyRemoteTensor(RemoteValue):
         return value.__array_wrap__(array) if isinstance(value, torch.Tensor) else array
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
 class _Edited:
     """A method that edits in place (`add_`, `zero_`, ...): recorded, and returns its proxy."""
 
@@ -284,7 +250,7 @@ class _Edited:
         self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> LazyRemoteTensor:
-        self._proxy._edit(_method(self._name), args, kwargs)
+        self._proxy._edit(method_of(self._name), args, kwargs)
         return self._proxy
 
 
@@ -300,15 +266,7 @@ class _Method:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._name in _EXPORTS:
             self._proxy._real_value()
-        return _call(_method(self._name), (self._proxy, *args), kwargs, in_torch=False)
-
-
-def _method(name: str) -> Callable[..., Any]:
-    def call(target: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(target, name)(*args, **kwargs)
-
-    call.__name__ = call.method = name  # pyright: ignore[reportFunctionMemberAccess]
-    return call
+        return _call(method_of(self._name), (self._proxy, *args), kwargs, in_torch=False)
 
 
 def _reduced(

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 
 import torch
 
-from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.tree import leaves, map_leaves
 from nnsight_pp.errors import NotSupportedError, explain
 from nnsight_pp.parallel.class_check import is_asked_by_python
 from nnsight_pp.parallel.operators import edited_by, give_operators
 from nnsight_pp.parallel.pulled import DRAWING, real
+from nnsight_pp.parallel.stand_in import StandIn, method_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +55,7 @@ class WeightPlace(NamedTuple):
 
 
 @final
-class EngineWeight(RemoteValue):
+class EngineWeight(StandIn):
     """A weight of an engine, outside of any block, or a view of one.
 
     Use it like the tensor itself: see the module's text.
@@ -156,7 +156,7 @@ class EngineWeight(RemoteValue):
             raise self._refused(f"{name} of {self._place.location} was set")
         if (value.shape, value.dtype) != (self._twin.shape, self._twin.dtype):
             raise self._refused(f"{self._place.location} was given another shape or dtype")
-        self._edit(_method("copy_"), (value,), {})
+        self._edit(method_of("copy_"), (value,), {})
 
     def _edit(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Edit in place; returns `NotImplemented`, as what stands for it stays the same."""
@@ -212,44 +212,17 @@ class EngineWeight(RemoteValue):
         shape = "".join(f", {name}" for name, _, _ in self._steps)
         return f"EngineWeight({self._place.location}{shape}, shape={list(self._twin.shape)})"
 
-    def __str__(self) -> str:
-        return str(self._force())
-
-    def __format__(self, spec: str) -> str:
-        return format(self._force(), spec)
-
     def __iter__(self) -> Iterator[Any]:
         return iter([self[index] for index in range(len(self._twin))])
 
     def __len__(self) -> int:
         return len(self._twin)
 
-    def __bool__(self) -> bool:
-        return bool(self._force())
-
-    def __float__(self) -> float:
-        return float(self._force())
-
-    def __int__(self) -> int:
-        return int(self._force())
-
-    def __index__(self) -> int:
-        return operator.index(self._force())
-
-    def __contains__(self, item: Any) -> bool:
-        return real(item, False) in self._force()
-
-    def __hash__(self) -> int:
-        return id(self)
-
     def __copy__(self) -> EngineWeight:
         return EngineWeight(self._place, self._steps, self._twin)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self._force()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _itself, (self._force(),)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         value = self._force()
@@ -266,19 +239,7 @@ class _Method:
         self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _call(_method(self._name), (self._weight, *args), kwargs, in_torch=False)
-
-
-def _method(name: str) -> Callable[..., Any]:
-    def call(target: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(target, name)(*args, **kwargs)
-
-    call.__name__ = name
-    return call
-
-
-def _itself(value: Any) -> Any:
-    return value
+        return _call(method_of(self._name), (self._weight, *args), kwargs, in_torch=False)
 
 
 def _name_of(function: Callable[..., Any]) -> str | None:
@@ -303,7 +264,7 @@ def _call(
         result = _call(function, args, rest, in_torch=in_torch)
         if result.shape != out.shape:
             raise out._refused(f"{out._place.location} was to become {list(result.shape)}")
-        out._edit(_method("copy_"), (result,), {})
+        out._edit(method_of("copy_"), (result,), {})
         return out
     if type(first) is EngineWeight and edited_by(function, args, kwargs)[0]:
         first._edit(function, args[1:], kwargs)
@@ -328,7 +289,7 @@ def _called(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     result = function(*given[0], **given[1])
     for mine, theirs, version in pulled:
         if theirs._version != version:
-            mine._edit(_method("copy_"), (theirs,), {})
+            mine._edit(method_of("copy_"), (theirs,), {})
             result = mine if result is theirs else result
     return _sealed(result, [theirs for _, theirs, _ in pulled])
 

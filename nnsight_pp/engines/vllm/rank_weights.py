@@ -81,9 +81,9 @@ class RankWeights:
         """Return what ``steps`` make of the weight at ``location``. It is the caller's own."""
         with self._lock, torch.inference_mode(False):
             self._start()
-            self._open(location, is_edit=False)
             found = None
             try:
+                self._open(location, is_edit=False)
                 found = self._ask(location, "value", tuple(steps))
             finally:
                 self._ask(location, "settle", False)
@@ -109,9 +109,9 @@ class RankWeights:
             llm = self._start()
             if llm.llm_engine.has_unfinished_requests():
                 raise _busy(location)
-            self._open(location, is_edit=True)
             is_ready = False
             try:
+                self._open(location, is_edit=True)
                 self._ask(location, "prepare", tuple(steps), *edit)
                 _forget_prompts(llm)
                 is_ready = True
