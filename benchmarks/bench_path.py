@@ -245,7 +245,7 @@ def _ask(link: GlooLink, raw: Any, rounds: int) -> dict[str, Any]:
         dist.barrier()
         for _ in range(rounds):
             start = time.perf_counter_ns()
-            got = link.pull(AskKey("request", number), 0, PLACE, 0, ()).wait()
+            got = link.pull(AskKey("request", number), 0, PLACE, 0, (), at_once=True).wait()
             middle = time.perf_counter_ns()
             dist.send(asked, 0, group=raw)
             dist.recv(into, 0, group=raw)

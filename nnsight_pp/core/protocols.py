@@ -96,12 +96,15 @@ class Link(Protocol):
         step: int,
         picks: Sequence[Any],
         kind: str = "value",
+        *,
+        at_once: bool = False,
     ) -> Pending:
-        """Ask stage ``owner`` for its answer to ``key``; return at once.
+        """Ask stage ``owner`` for its answer to ``key``; return before it comes.
 
         ``kind`` says what is asked for: "value", a value of the model; "call", the result of a
         call, which may be deferred; "last call", the same when the request is over, which waits;
-        "constant", which needs no answer of a worker.
+        "constant", which needs no answer of a worker. ``at_once`` says that the caller will wait
+        for nothing else: the question need not be sent together with later ones.
         """
         ...
 

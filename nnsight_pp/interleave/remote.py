@@ -106,13 +106,18 @@ class RemoteAsk:
         ahead = self._come_ahead(repr(picks), picks)
         asked: list[Pending] = [] if ahead is None else [ahead]
 
-        def again(is_last: bool) -> Pending:
-            kind = f"last {self.kind}" if is_last and self.kind == "call" else self.kind
-            asked.append(link.pull(key, self.owner, self.location, self.step, picks, kind))
-            return asked[-1]
-
         where = worker.where()
         is_in_place = self._is_in_place(worker)
+
+        def again(is_last: bool) -> Pending:
+            kind = f"last {self.kind}" if is_last and self.kind == "call" else self.kind
+            asked.append(
+                link.pull(
+                    key, self.owner, self.location, self.step, picks, kind, at_once=is_in_place
+                )
+            )
+            return asked[-1]
+
         if not is_in_place:
             self._check_may_park(worker, in_torch)
         is_last = asker.request in asks.finishing

@@ -1,8 +1,9 @@
 """The link between the stages of one tensor-parallel column, over a gloo group of its own.
 
-The forward thread never touches gloo: the threads of `gloo_peer` do. Neither touches a worker: they
-resolve pending answers and look answers up in `Publications`. gloo closes a pair when a timeout of
-its own runs out, so the group is made without one, and deadlines sit on `PendingAnswer`.
+The forward thread never waits in gloo: the threads of `gloo_peer` do, it only posts the question
+whose answer it needs next. Neither thread touches a worker: they resolve pending answers and look
+answers up in `Publications`. gloo closes a pair when a timeout of its own runs out, so the group is
+made without one, and deadlines sit on `PendingAnswer`.
 
 Source: vllm 0.32.0 has its own groups; none of them is used or shared here.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import struct
 import threading
 import time
 from contextlib import contextmanager
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
 
 _ALIGN = 16
 _ASK, _ANSWER, _RELEASE, _LET_GO, _FAILED = range(STOP + 1, STOP + 6)
+# How an answer begins: what it answers, and whether it is a value.
+_TICKET = struct.Struct("<Q?")
 _NEVER = timedelta(days=365)
 # How long a stage is waited for that has just let another wait run out: all requests of a step wait
 # one after the other, and the engine has a bound of its own.
@@ -157,8 +161,10 @@ class GlooLink:
         step: int,
         picks: Sequence[Any],
         kind: str = "value",
+        *,
+        at_once: bool = False,
     ) -> PendingAnswer:
-        """See `core.protocols.Link`. Returns at once."""
+        """See `core.protocols.Link`."""
         peer = self._peers[owner]
         bound_s = min(self._bound_s, _SILENT_S) if owner in self._silent else self._bound_s
         pending = PendingAnswer(
@@ -173,8 +179,8 @@ class GlooLink:
         if failure is not None:
             self._resolve(ticket, Answer("error", failure))
         else:
-            body = pickle.dumps((ticket, *key, str(location), step, tuple(picks), kind))
-            peer.send(_ASK, lambda: (body, []))
+            head = pickle.dumps((ticket, *key, str(location), step, tuple(picks), kind))
+            (peer.post if at_once else peer.send)(_ASK, lambda: (head, []))
         return pending
 
     def _late(self, request: str, owner: int, visit: Visit) -> str:
@@ -244,14 +250,15 @@ class GlooLink:
             question = Question(AskKey(request, number), location, step, picks, what)
             self._own.ask(question, lambda answer: self._reply(peer, ticket, answer))
         elif kind == _ANSWER:
-            ticket, what, text, header = pickle.loads(head)
-            if what == "value":
+            ticket, is_value = _TICKET.unpack_from(head)
+            header = head[_TICKET.size :]
+            if is_value:
                 try:
-                    answer = Answer(what, self._decode(header, payload))
+                    answer = Answer("value", self._decode(header, payload))
                 except Exception as error:
                     answer = Answer("error", f"{type(error).__name__}: {error}")
             else:
-                answer = Answer(what, text)
+                answer = Answer(*pickle.loads(header))
             self._resolve(ticket, answer, len(payload))
         else:
             raise ValueError(f"unknown kind {kind}")
@@ -261,20 +268,21 @@ class GlooLink:
             peer.answer(_ANSWER, lambda: self._encoded(ticket, answer))
 
     def _encoded(self, ticket: int, answer: Answer) -> tuple[bytes, list[torch.Tensor]]:
-        if answer.kind != "value":
-            return pickle.dumps((ticket, answer.kind, answer.value, b"")), []
-        try:
-            header, pieces = self._encode(answer.value)
-        except Exception as error:
-            text = f"it cannot be pickled ({type(error).__name__}: {error})"
-            return pickle.dumps((ticket, "error", text, b"")), []
-        size = len(header) + sum(len(piece) for piece in pieces)
-        if size > self._most_bytes:
-            text = f"it has {size} bytes, above the limit of {self._most_bytes}"
-            return pickle.dumps((ticket, "error", text, b"")), []
-        head = pickle.dumps((ticket, "value", "", header))
-        # A tensor must start at a multiple of its element's size; pickle ignores what follows it.
-        return head + bytes(-len(head) % _ALIGN), pieces
+        if answer.kind == "value":
+            try:
+                header, pieces = self._encode(answer.value)
+            except Exception as error:
+                text = f"it cannot be pickled ({type(error).__name__}: {error})"
+            else:
+                size = len(header) + sum(map(len, pieces))
+                if size <= self._most_bytes:
+                    head = _TICKET.pack(ticket, True) + header
+                    # A tensor must start at a multiple of its element's size; pickle ignores what
+                    # follows it.
+                    return head + bytes(-len(head) % _ALIGN), pieces
+                text = f"it has {size} bytes, above the limit of {self._most_bytes}"
+            answer = Answer("error", text)
+        return _TICKET.pack(ticket, False) + pickle.dumps((answer.kind, answer.value)), []
 
     def _resolve(self, ticket: int, answer: Answer, num_bytes: int = 0) -> None:
         with self._lock:

@@ -27,15 +27,15 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 log = logging.getLogger(__name__)
 
 FRAME_BYTES = 16 * 1024
 # What the receive for a frame's body has room for.
 _BODY_BYTES = 1 << 20
-# Answers that the reader has posted are looked after by the writer: when it is awake anyway, or
-# when they are more than this.
+# What other threads have posted is looked after by the writer: when it is awake anyway, or when it
+# is more than this.
 _MOST_POSTED = 64
 # Magic, kind, length of the head, length of the whole body.
 _PREFIX = struct.Struct("<4sBIQ")
@@ -49,7 +49,9 @@ _TOGETHER = 255
 # How many messages the writer takes from its queue at a time.
 _MOST_TOGETHER = 64
 
-# A message's head and the flat pieces of its payload, made by the writer's thread.
+_NO_BODY = torch.empty(0, dtype=torch.uint8)
+
+# A message's head and the flat pieces of its payload, made by the thread that posts it.
 Make: TypeAlias = "Callable[[], tuple[bytes, list[torch.Tensor]]]"
 
 
@@ -113,7 +115,7 @@ class GlooPeer:
         self._outbox: queue.SimpleQueue[tuple[int, Make | None] | None] = queue.SimpleQueue()
         # Held while a message is posted, so that its two parts stay together.
         self._posting = threading.Lock()
-        # What the reader has posted, with its memory: it must live until it is sent.
+        # What other threads have posted, with its memory: it must live until it is sent.
         self._posted: collections.deque[list[Any]] = collections.deque()
         # What the reader will answer when it has looked through a frame; None for a single message.
         self._answers: list[tuple[int, Make]] | None = None
@@ -137,21 +139,28 @@ class GlooPeer:
         """Let the writer make a message and send it; return at once."""
         self._outbox.put((kind, make))
 
-    def answer(self, kind: int, make: Make) -> None:
-        """Do what `send` does; on the reader's thread, without the writer's.
+    def post(self, kind: int, make: Make) -> None:
+        """Do what `send` does, without the writer: on the calling thread, ahead of what is queued.
 
         Posting a send does not wait for the peer, and spares a thread's turn.
         """
+        self._post([(kind, make)])
+
+    def answer(self, kind: int, make: Make) -> None:
+        """Do what `post` does on the reader's thread; on any other what `send` does."""
         if threading.current_thread() is not self.threads[0]:
             self.send(kind, make)
-            return
-        if self._answers is not None:
+        elif self._answers is not None:
             self._answers.append((kind, make))
         else:
-            self._post_answers([(kind, make)])
+            self._post([(kind, make)])
 
-    def _post_answers(self, answers: list[tuple[int, Make]]) -> None:
-        posted = self._made_and_posted(answers)
+    def _post(self, items: list[tuple[int, Make]]) -> None:
+        try:
+            posted = self._made_and_posted(items)
+        except Exception as error:
+            self._receiver.lost(self, f"sending to stage {self.stage} failed: {error}")
+            return
         self._posted.append(posted)
         if len(self._posted) > _MOST_POSTED or len(posted) > 1:
             self._outbox.put((STOP, None))
@@ -239,6 +248,8 @@ class GlooPeer:
             except Exception:
                 log.exception("a malformed message from stage %d was dropped", self.stage)
                 continue
+            if self._expected is None:
+                self._expected = self._expect()
             if is_last:
                 self._receiver.lost(self, f"stage {self.stage} has stopped")
                 return
@@ -253,7 +264,7 @@ class GlooPeer:
         finally:
             answers, self._answers = self._answers, None
             if answers:
-                self._post_answers(answers)
+                self._post(answers)
         return is_last
 
     def _take(self, kind: int, head: bytes, payload: torch.Tensor) -> bool:
@@ -276,7 +287,8 @@ class GlooPeer:
         begin = _PREFIX.size + (head_length if head_length <= _ROOM_BYTES else 0)
         head = bytes(view[_PREFIX.size : begin])
         if length <= _ROOM_BYTES:
-            body = frame[begin : _PREFIX.size + length].clone()
+            end = _PREFIX.size + length
+            body = _as_tensor(view[begin:end]) if begin < end else _NO_BODY
         else:
             body = self._body(length - len(head))
         if head_length > _ROOM_BYTES:
@@ -290,9 +302,10 @@ class GlooPeer:
             body = torch.empty(length, dtype=torch.uint8)
             self._group.recv([body], self._rank, _LARGE).wait()
             return body
-        body, work = self._expected
+        body, work = self._expected or self._expect()
+        # The next one is posted when this message has been handed over: somebody waits for it.
+        self._expected = None
         work.wait()
-        self._expected = self._expect()
         return body[:length]
 
     def _expect(self) -> tuple[torch.Tensor, Any]:
@@ -313,13 +326,10 @@ def _message(kind: int, head: bytes, pieces: list[torch.Tensor]) -> list[torch.T
     prefix = _PREFIX.pack(_MAGIC, kind, len(head), length)
     if len(head) > _ROOM_BYTES:
         return [_as_tensor(prefix), torch.cat([_as_tensor(head), *pieces])]
-    frame = _as_tensor(prefix + head)
-    if not pieces:
-        return [frame]
     if length <= _ROOM_BYTES:
-        return [torch.cat([frame, *pieces])]
+        return [_in_one((prefix, head, *[piece.numpy().data for piece in pieces]))]
     # One piece goes as it is, without a copy.
-    return [frame, pieces[0] if len(pieces) == 1 else torch.cat(pieces)]
+    return [_in_one((prefix, head)), pieces[0] if len(pieces) == 1 else torch.cat(pieces)]
 
 
 def _joined(messages: list[tuple[int, bytes, list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
@@ -348,5 +358,9 @@ def _apart(frame: torch.Tensor) -> Iterator[tuple[int, bytes, torch.Tensor]]:
         )
 
 
-def _as_tensor(data: bytes) -> torch.Tensor:
+def _as_tensor(data: bytes | memoryview) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _in_one(parts: Sequence[bytes | memoryview]) -> torch.Tensor:
+    return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)

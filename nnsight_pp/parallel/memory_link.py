@@ -128,6 +128,8 @@ class MemoryLink:
         step: int,
         picks: Sequence[Any],
         kind: str = "value",
+        *,
+        at_once: bool = False,
     ) -> PendingAnswer:
         """See `core.protocols.Link`."""
         with self._lock:

@@ -125,6 +125,12 @@ def _grouped(tensors: list[torch.Tensor]) -> tuple[list[list[torch.Tensor]], byt
 
 def _flat(alike: list[torch.Tensor]) -> torch.Tensor:
     """Return the elements of tensors of one dtype and shape as ``[bytes]`` uint8."""
+    one = alike[0]
+    if (
+        len(alike) == 1 and one.is_cpu and one.is_contiguous()
+        and not (one.requires_grad or one.is_conj() or one.is_neg())
+    ):  # fmt: skip
+        return one.reshape(-1).view(torch.uint8)
     with torch.no_grad():
         whole = alike[0].detach() if len(alike) == 1 else torch.stack(alike)
         plain = whole.cpu().resolve_conj().resolve_neg()
@@ -176,7 +182,8 @@ def _tensors(group: _Group, payload: torch.Tensor) -> list[torch.Tensor]:
         apart: Any = torch.unbind_copy(whole)
         tensors = list(apart)
     elif length == len(payload) or not length:
-        tensors = [payload[offset : offset + length].view(dtype).reshape(shape)]
+        elements = payload if length else payload[:0]
+        tensors = [elements.view(dtype).reshape(shape)]
     elif length <= _MOST_TOGETHER:
         tensors = [payload[offset : offset + length].view(dtype).reshape(shape).clone()]
     else:  # of a storage that has its own length, and keeps the payload

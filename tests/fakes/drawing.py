@@ -49,8 +49,8 @@ class YieldingLink:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._link, name)
 
-    def pull(self, *args: Any) -> Any:
-        return YieldingAnswer(self._link.pull(*args))
+    def pull(self, *args: Any, **options: Any) -> Any:
+        return YieldingAnswer(self._link.pull(*args, **options))
 
 
 class YieldingAnswer:

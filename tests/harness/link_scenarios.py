@@ -108,9 +108,13 @@ def every_value_crosses(rank: int, count: int) -> None:
         for peer in range(count):
             if peer == rank:
                 continue
-            pulls = [link.pull(AskKey("r", n), peer, PLACE, 0, ()) for n in range(len(values()))]
-            for pending, value in zip(pulls, values(), strict=True):
-                assert same(pending.wait(), value)
+            for at_once in (False, True):
+                pulls = [
+                    link.pull(AskKey("r", n), peer, PLACE, 0, (), at_once=at_once)
+                    for n in range(len(values()))
+                ]
+                for pending, value in zip(pulls, values(), strict=True):
+                    assert same(pending.wait(), value)
             row = link.pull(AskKey("r", 1), peer, PLACE, 0, (0, -1, slice(1, 3)))
             assert same(row.wait(), values()[1].hidden[-1, 1:3])
         traffic = link.statistics()["traffic"]
@@ -221,7 +225,7 @@ def a_malformed_message_costs_a_line(rank: int, count: int) -> None:
 
                 # On the writer's thread, like every message.
                 peer.send(99, lambda: (b"", []))
-                peer.send(gloo_link._ANSWER, lambda: (b"no pickle", []))
+                peer.send(gloo_link._ANSWER, lambda: (b"no head", []))
                 peer.send(gloo_link._ASK, lambda: (b"", [torch.zeros(3).byte()]))
                 peer.send(gloo_link._ASK, lambda: [][0])
                 peer.send(gloo_link._ASK, send_noise)
@@ -257,7 +261,7 @@ def many_pulls_in_all_directions(rank: int, count: int, num: int) -> None:
     with linked(rank, count, bound_s=15.0) as link:
         peers = [peer for peer in range(count) if peer != rank]
         pulls = [
-            (n, link.pull(AskKey(f"r{n % 7}", n), peer, PLACE, 0, ()))
+            (n, link.pull(AskKey(f"r{n % 7}", n), peer, PLACE, 0, (), at_once=n % 3 == 0))
             for n in range(num)
             for peer in peers
         ]
@@ -280,7 +284,7 @@ def a_busy_forward_thread_keeps_nobody_waiting(rank: int, count: int) -> None:
         else:
             start = time.perf_counter()
             for _ in range(20):
-                link.pull(AskKey("r", 0), 0, PLACE, 0, ()).wait()
+                link.pull(AskKey("r", 0), 0, PLACE, 0, (), at_once=True).wait()
             assert time.perf_counter() - start < 0.8
 
 
@@ -293,9 +297,10 @@ def a_peer_that_stopped_answers_nothing(rank: int, count: int) -> None:
         dist.barrier()
     else:
         dist.barrier()
-        before = link.pull(AskKey("r2", 0), 0, PLACE, 0, ())
-        name, text = raised(before.wait)
-        assert (name, "stopped" in text or "sending" in text) == ("ValueUnavailableError", True)
+        for at_once in (True, False):
+            before = link.pull(AskKey("r2", 0), 0, PLACE, 0, (), at_once=at_once)
+            name, text = raised(before.wait)
+            assert (name, "stopped" in text or "sending" in text) == ("ValueUnavailableError", True)
         after = link.pull(AskKey("r2", 1), 0, PLACE, 0, ())
         assert raised(after.wait)[0] == "ValueUnavailableError"
         link.release("r")
@@ -351,12 +356,14 @@ def a_peer_dies(rank: int, count: int) -> str:
     if rank == 0:
         time.sleep(0.3)
         os._exit(3)
-    pending = [link.pull(AskKey("r", n), 0, PLACE, 0, ()) for n in range(5)]
+    pending = [link.pull(AskKey("r", n), 0, PLACE, 0, (), at_once=n > 2) for n in range(5)]
     start = time.perf_counter()
     names = {raised(one.wait)[0] for one in pending}
     assert time.perf_counter() - start < 5
     assert names == {"ValueUnavailableError"}
-    assert raised(link.pull(AskKey("r", 9), 0, PLACE, 0, ()).wait)[0] == "ValueUnavailableError"
+    for at_once in (False, True):
+        late = link.pull(AskKey("r", 9), 0, PLACE, 0, (), at_once=at_once)
+        assert raised(late.wait)[0] == "ValueUnavailableError"
     link.release("r")
     link.stop()
     assert link.join(5)
