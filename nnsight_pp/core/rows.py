@@ -234,8 +234,12 @@ class TokenCut:
 
     def look(self, value: Any) -> Any:
         """Return what `give` does without a copy, to be read at once and never edited."""
-        if type(value) is tuple and all(type(leaf) is torch.Tensor for leaf in value):
-            return tuple(map(self._view, value))  # a layer's, on most engines
+        if type(value) is tuple:  # a layer's, on most engines
+            for leaf in value:
+                if type(leaf) is not torch.Tensor:
+                    break
+            else:
+                return tuple([self._view(leaf) for leaf in value])
         return map_leaves(value, self._view)
 
     def _copy(self, leaf: Any) -> Any:
@@ -246,7 +250,9 @@ class TokenCut:
             return leaf
         if leaf.requires_grad:
             leaf = leaf.detach()
-        return leaf.narrow(0, self.rows.start, self.rows.count) if self._is_rows(leaf) else leaf
+        start, count, total = self.rows
+        # Indexing takes half the time of `narrow`.
+        return leaf[start : start + count] if leaf.dim() and leaf.size(0) == total else leaf
 
     def marks(self, served: Any) -> list[tuple[Any, int]]:
         """Return each leaf with its version, to tell edited and replaced ones later."""

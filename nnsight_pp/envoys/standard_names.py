@@ -50,6 +50,17 @@ class StandardNames(TreeNode):
 
         def _check_worker(self, worker: Worker, location: Location) -> None: ...
 
+    # What a fixed tree has found: by the parts of a name, the location and where it is served.
+    _found: dict[tuple[int | None, str, str], tuple[Location, Seen]] | None = None
+
+    def fix_names(self) -> None:
+        """Keep what is found from now on: nothing of the tree changes any more."""
+        self._found = {}
+        if self._is_standard(_LAYERS) and family_of(self) is not None:
+            layers = Layers(self, self._family(_LAYERS))
+            layers.keep_views()
+            self.__dict__[_LAYERS] = layers
+
     def __getattr__(self, name: str) -> Any:
         if (name == _LAYERS or name in _OF_MODEL) and self._is_standard(name):
             family = self._family(name)
@@ -142,6 +153,10 @@ def _known(
         NotSupportedError: The model's own numbers say that it is something else.
         UnknownLocationError: This architecture has no such value.
     """
+    found = root._found
+    known = None if found is None else found.get((index, part, name))
+    if known is not None:
+        return current_worker(known[0]), *known
     location = location_of(index, part, name)
     worker = current_worker(location)
     root._check_worker(worker, location)
@@ -167,6 +182,8 @@ def _known(
                 todo=f"Use {seen.place} and its like: `print(model)` shows the modules.",
             )
         )
+    if found is not None:
+        found[index, part, name] = location, seen
     return worker, location, seen
 
 
@@ -198,7 +215,7 @@ class View:
         object.__setattr__(self, "standard_path", path)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("_node", "_root", "_index", "_part"):
+        if name.startswith("__") or name in ("_node", "_root", "_index", "_part", "_views"):
             raise AttributeError(name)
         return getattr(self._node, name)
 
@@ -223,10 +240,15 @@ class View:
 class Layers(View):
     """The decoder layers, first to last: `model.layers`."""
 
-    __slots__ = ()
+    __slots__ = ("_views",)
 
     def __init__(self, root: StandardNames, family: Family) -> None:
         super().__init__(root, root.get(family.layers), _LAYERS)
+        object.__setattr__(self, "_views", None)
+
+    def keep_views(self) -> None:
+        """Make the view of each layer once."""
+        object.__setattr__(self, "_views", self[:])
 
     def __len__(self) -> int:
         return len(self._node._children)
@@ -234,6 +256,8 @@ class Layers(View):
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[position] for position in range(*index.indices(len(self)))]
+        if self._views is not None and type(index) is int and 0 <= index < len(self._views):
+            return self._views[index]
         number = int(index) if isinstance(index, str) else index
         position = number + len(self) if number < 0 else number
         node = self._node[position]  # says what is wrong with the index

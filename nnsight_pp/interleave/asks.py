@@ -114,7 +114,8 @@ class Asks:
             value = self.park(worker, Read(number, location, visit, seen))
         else:
             assert self._make_lazy is not None
-            self._wait_for_turn(worker, Read(number, location, visit, seen), owner)
+            if worker.timeline is not None:
+                self._wait_for_turn(worker, Read(number, location, visit, seen), owner)
             value = self._make_lazy(RemoteAsk(self, worker, number, owner, location, visit))
         worker.memo = Memo(location, worker.step, value, owner is None or owner == self.stage)
         return value
@@ -133,7 +134,7 @@ class Asks:
             if is_here:
                 value = self._here(worker, value)
                 self.park(worker, Write(number, location, visit, value, seen))
-            elif owner is not None:
+            elif owner is not None and worker.timeline is not None:
                 self._wait_for_turn(worker, Read(number, location, visit, seen), owner)
         worker.memo = Memo(location, worker.step, value, is_here)
 
@@ -210,9 +211,8 @@ class Asks:
 
     def _wait_for_turn(self, worker: Worker, ask: Read, owner: int) -> None:
         """See Note [Blocks that share names] in `interleave.timeline`."""
-        if worker.timeline is not None:
-            moment = self.order.moment_of(worker, ask.place, ask.visit, owner)
-            self.park(worker, Turn(ask.number, ask.location, ask.visit, moment))
+        moment = self.order.moment_of(worker, ask.place, ask.visit, owner)
+        self.park(worker, Turn(ask.number, ask.location, ask.visit, moment))
 
     def _ask(self, worker: Worker, location: Location, seen: _Seen) -> tuple[int | None, int]:
         """Pass the step gate, check the order, leave the open visit; return owner and visit.
@@ -238,13 +238,16 @@ class Asks:
                 raise loop_warning(worker, f"step {worker.step}")
             worker.held_up = worker.held_up if worker.unshared else None  # it has caught up
             self.park(worker, Step(worker.step))
-        worker.reached = max(worker.reached, worker.step)
+        if worker.reached < worker.step:
+            worker.reached = worker.step
 
     def _leave(self, worker: Worker) -> None:
         """Close the worker's open visit: its edits so far land, later ones do not."""
-        self.order.check_no_late_edit(worker)
-        worker.closed_early = None
-        self._commit(worker)
+        if worker.closed_early is not None:
+            self.order.check_no_late_edit(worker)
+            worker.closed_early = None
+        if worker.visit is not None:
+            self._commit(worker)
 
     def _commit(self, worker: Worker, watching: Pull | None = None) -> None:
         visit, worker.visit = worker.visit, None

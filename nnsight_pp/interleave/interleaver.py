@@ -156,7 +156,7 @@ class Interleaver:
                     and worker.cut is not None
                     and ask.place == location
                     and ask.visit == self.clock.now(worker, location)
-                    and not self.skips.is_inside(worker, location)
+                    and not (self.skips.held and self.skips.is_inside(worker, location))
                 ):
                     if self._joiner is not None and joined is None:
                         joined = self._joiner.join(location, handed.value)

@@ -51,7 +51,7 @@ class Order:
             why = "The result is the last thing that a block can ask for."
             raise out_of_order(worker, Visit(location, visit), self._where, why)
         opened = self._clock.opened(worker.request)
-        if self._is_past(worker, place, visit, owner):
+        if worker.timeline is not None and self._is_past(worker, place, visit, owner):
             raise self.too_late(worker, location, visit)
         # Over on every stage, unless a call has held this worker up: others may have served it.
         if opened is not None and visit < opened <= worker.reached:
@@ -66,8 +66,9 @@ class Order:
 
     def _is_past(self, worker: Worker, place: Location, visit: int, owner: int | None) -> bool:
         """Whether the blocks that share names with this one are past ``place``."""
-        if owner is None or worker.timeline is None:
+        if owner is None:
             return False
+        assert worker.timeline is not None
         return self.moment_of(worker, place, visit, owner) < worker.timeline.now
 
     def moment_of(self, worker: Worker, place: Location, visit: int, owner: int) -> Moment:
@@ -103,8 +104,14 @@ class Order:
         Where the places of both are known, every number of stages refuses the same asks at once, so
         the block may catch it. Else whether it is refused at once depends on how the model is cut.
         """
-        position, from_stage, from_position = self._place_of(worker, place, owner)
         mark = worker.mark
+        if self._owners is not None and place.kind != "skip":  # the usual case: further on
+            at, known_at = self._owners.position_of(place), mark.position
+            is_known = at is not None and known_at is not None
+            if mark.step != visit or (is_known and (owner, at) > (mark.stage, known_at)):
+                worker.mark = Mark(visit, owner, at, place)
+                return
+        position, from_stage, from_position = self._place_of(worker, place, owner)
         if mark.step == visit:
             known = None
             if from_position is not None and mark.position is not None:

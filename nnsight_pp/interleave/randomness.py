@@ -50,6 +50,7 @@ _QUIET = frozenset(
 # Quiet themselves; what they hold may not be.
 _HOLDERS = (torch.nn.Module, type(lru_cache(int)))
 _SEED_BITS = 64
+_CPU = torch.default_generator
 
 
 class Draws(NamedTuple):
@@ -80,11 +81,12 @@ class Randomness:
     Cost: 4 microseconds a turn; 43 more with ``python``, 340 more with ``numpy``.
     """
 
-    __slots__ = ("_driver", "_numpy", "_own", "_python", "_seed")
+    __slots__ = ("_driver", "_is_torch_alone", "_numpy", "_own", "_python", "_seed")
 
     def __init__(self, seed: int, *, python: bool, numpy: bool) -> None:
         self._seed = seed % (1 << _SEED_BITS)
         self._python = python
+        self._is_torch_alone = not (python or numpy)
         # Imported only here: a process that never draws from it need not have it.
         self._numpy: Any = importlib.import_module("numpy.random") if numpy else None
         # Invariant: the driver's states are held exactly while the worker has the turn.
@@ -94,6 +96,11 @@ class Randomness:
     def __enter__(self) -> Self:
         """Keep the driver's states, and put the worker's in force."""
         assert self._driver is None, "a worker got a second turn inside its own"
+        own = self._own
+        if own is not None and self._is_torch_alone and not torch.cuda.is_initialized():
+            self._driver = Kept(_CPU.get_state())
+            _CPU.set_state(own.cpu)
+            return self
         self._driver = self.kept()
         try:
             if self._own is None:
@@ -109,6 +116,10 @@ class Randomness:
         """Keep the worker's states, and put the driver's in force, however the turn ended."""
         driver, self._driver = self._driver, None
         assert driver is not None
+        if self._is_torch_alone and not torch.cuda.is_initialized():
+            self._own = Kept(_CPU.get_state())
+            _CPU.set_state(driver.cpu)
+            return
         try:
             self._own = self.kept()
         finally:
@@ -116,7 +127,7 @@ class Randomness:
 
     def kept(self) -> Kept:
         """Return the states as they are now."""
-        cpu = torch.default_generator.get_state()
+        cpu = _CPU.get_state()
         cuda = _cuda_generator().get_state() if torch.cuda.is_initialized() else None
         if cuda is None and not self._python and self._numpy is None:  # the usual case
             return Kept(cpu)
@@ -129,7 +140,7 @@ class Randomness:
 
     def restore(self, kept: Kept) -> None:
         """Put ``kept`` in force."""
-        torch.default_generator.set_state(kept.cpu)
+        _CPU.set_state(kept.cpu)
         if torch.cuda.is_initialized():
             if kept.cuda is None:  # CUDA was started during the last turn
                 _cuda_generator().manual_seed(self._seed)

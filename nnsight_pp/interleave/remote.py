@@ -64,7 +64,7 @@ class RemoteAsk:
 
     def __del__(self) -> None:
         """Note that nobody can pull this answer any more. On any thread, so it only notes."""
-        if self.kind != "constant":
+        if self.kind != "constant" and not self._worker.is_dropped:
             step = None if self.kind == "call" else self.step
             self._asks.let_go.add(self._worker.request, self.owner, self.number, step)
 

@@ -9,6 +9,7 @@ What a worker may ask for is `interleave.asks`; who answers is `interleave.inter
 
 from __future__ import annotations
 
+import functools
 import sys
 import zlib
 from contextvars import Context, copy_context
@@ -101,9 +102,9 @@ class Worker:
     __slots__ = (
         "_context", "_echoes", "_run", "apart_by", "ask", "asked", "closed_early", "cut", "error",
         "error_at", "failed_at", "filename", "greenlet", "habits", "has_ended", "held_up",
-        "is_calling", "is_relaxed", "loop_depth", "mark", "memo", "near", "pulls", "randomness",
-        "reached", "request", "rows_of", "saves", "seat", "slot", "step", "timeline", "trail",
-        "turns", "unshared", "visit", "warnings",
+        "is_calling", "is_dropped", "is_relaxed", "loop_depth", "mark", "memo", "near", "pulls",
+        "randomness", "reached", "request", "rows_of", "saves", "seat", "slot", "step", "timeline",
+        "trail", "turns", "unshared", "visit", "warnings",
     )  # fmt: skip
 
     def __init__(
@@ -135,8 +136,7 @@ class Worker:
         self.ask: Ask | None = None
         # Invariant: alike on every rank at the same line of the block. `trail` is a checksum of
         # what was asked for: ranks whose trails differ at the end took different branches.
-        self.asked = 0
-        self.trail = 0
+        self.asked = self.trail = 0
         self.step = 0
         self.mark = _START
         # The furthest step whose gate this worker has passed.
@@ -162,7 +162,7 @@ class Worker:
         self._echoes: tuple[BaseException, ...] = ()
         # 2n after n asks, 2n + 1 when ask n was refused: the smallest, echoes apart, came first.
         self.failed_at = 0
-        self.has_ended = False
+        self.has_ended = self.is_dropped = False  # dropped: no answer is kept for it any more
         self.warnings: tuple[str, ...] = ()
         # Whoever gives it the turn makes itself its parent first. None once the block has ended.
         self.greenlet: Any = shell_for(self, self._context)  # its `parent` may be any greenlet
@@ -230,6 +230,7 @@ class Worker:
 
     def let_go(self) -> None:
         """Drop what the block has seen and saved: a worker and its greenlet hold each other."""
+        self.is_dropped = True
         self.memo = None
         self.saves = SavedSet()
         self._context.run(active_saves.set, None)
@@ -262,8 +263,8 @@ class Worker:
     def next_number(self, location: Location, visit: int) -> int:
         """Return the number of the ask that is made now."""
         number = self.asked
-        self.asked += 1
-        self.note(f"{location}#{visit}")
+        self.asked = number + 1
+        self.trail = zlib.crc32(b"%d" % visit, zlib.crc32(_noted(location), self.trail))
         return number
 
     def note(self, text: str) -> None:
@@ -298,6 +299,11 @@ class Worker:
         if frame is None:
             return None
         return Where(self.filename, frame.f_lineno, frame.f_code.co_name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _noted(location: Location) -> bytes:
+    return f"{location}#".encode()
 
 
 def running_worker() -> Worker | None:

@@ -34,8 +34,11 @@ def is_guarded() -> bool:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if not frame.f_globals.get("__name__", "").startswith(_PACKAGE) and _is_guarded_at(
-            frame.f_code, frame.f_lasti
+        code = frame.f_code
+        if (
+            code.co_exceptiontable  # most have none, and nothing else is to be asked of them
+            and not frame.f_globals.get("__name__", "").startswith(_PACKAGE)
+            and _is_guarded_at(code, frame.f_lasti)
         ):
             return True
         frame = frame.f_back

@@ -86,6 +86,8 @@ class StageMap:
         for path in known:
             if path not in self._spans:
                 self._spans[path] = self._of_ancestor(path)
+        # What was found, by location.
+        self._owners: dict[Location, int | None] = {RESULT: None}
 
     def _of_ancestor(self, path: str) -> Span:
         while path:
@@ -101,8 +103,13 @@ class StageMap:
             UnknownLocationError: No module has this path.
             NotServedError: The module is never called.
         """
-        if location == RESULT:
-            return None
+        found = self._owners
+        if location in found:
+            return found[location]
+        found[location] = owner = self._owner_of(location)
+        return owner
+
+    def _owner_of(self, location: Location) -> int:
         if location in (LOGITS, SAMPLES):
             return self._last_stage
         span = self._spans.get(location.path)

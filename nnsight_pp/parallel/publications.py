@@ -241,7 +241,8 @@ class Publications:
                 self._forget(shelf, number)
 
     def _is_let_go(self, shelf: _Shelf, number: int) -> bool:
-        return number in shelf.let_go and shelf.let_go[number][1] >= self._peers
+        known = shelf.let_go.get(number)
+        return known is not None and known[1] >= self._peers
 
     def _forget(self, shelf: _Shelf, number: int) -> None:
         """Drop an answer that nobody will ask for, or the note that it will not be kept."""
@@ -270,7 +271,10 @@ class Publications:
             }
 
     def _shelf(self, request: str) -> _Shelf:
-        return self._shelves.setdefault(request, _Shelf())
+        shelf = self._shelves.get(request)
+        if shelf is None:
+            shelf = self._shelves[request] = _Shelf()
+        return shelf
 
     def _drop_if_done(self, request: str, shelf: _Shelf) -> None:
         if shelf.is_over and shelf.released >= self._peers:

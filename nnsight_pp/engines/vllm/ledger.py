@@ -311,6 +311,8 @@ class Ledger:
         """Drop ``traced`` and everything of it on this rank."""
         self._requests.pop(traced.request, None)
         self._turns.drop(traced.request)
+        if traced.worker is not None:
+            traced.worker.let_go()  # what it has saved may hold lazy values, which hold it
         if traced.company is not None:
             self.companies.pop(traced.company.name, None)
 

@@ -477,3 +477,18 @@ def test_a_child_of_a_root_wins_over_a_standard_name():
     with model.trace(PROMPT):
         out = model.layers[0].output.save()
     assert out.shape == (1, 6, 16)
+
+
+def test_a_tree_that_stays_as_it_is_finds_each_name_once():
+    root = LanguageModel(decoder_model("llama"), tokenizer=word_tokenizer())
+    plain = repr(root.layers[1]), root.layers[-1].standard_path, len(root.layers)
+    assert root.layers is not root.layers
+    root.fix_names()
+    assert root.layers is root.layers
+    assert root.layers[1] is root.layers[1]
+    assert (repr(root.layers[1]), root.layers[-1].standard_path, len(root.layers)) == plain
+    assert [one.standard_path for one in root.layers[1:]] == [
+        f"layers.{at}" for at in range(1, len(root.layers))
+    ]
+    with pytest.raises(UnknownLocationError, match="99"):
+        root.layers[99]

@@ -1,0 +1,73 @@
+"""What a rank keeps of a request whose reports are gone: nothing, without collecting cycles."""
+
+import gc
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from nnsight_pp.core.block import Block
+from nnsight_pp.core.location import Location
+from nnsight_pp.engines.vllm.ledger import Ledger
+from nnsight_pp.interleave import thread_state
+from nnsight_pp.interleave.clock import StepClock
+from nnsight_pp.interleave.interleaver import Interleaver
+from nnsight_pp.interleave.remote import RemoteAsk
+from nnsight_pp.interleave.worker import current_worker
+from nnsight_pp.parallel.lazy import LazyRemoteTensor
+from nnsight_pp.parallel.memory_link import MemoryFabric, MemoryLink
+from nnsight_pp.parallel.owners import StageMap
+from nnsight_pp.wire.block_codec import BlockMessage, encode_block
+
+FAR = Location("far", "output")
+
+
+class Far:
+    """A module of stage 1, as a block on stage 0 sees it."""
+
+    @property
+    def output(self) -> Any:
+        worker = current_worker("far")
+        assert worker.turns is not None
+        return worker.turns.read(worker, FAR)
+
+
+def a_rank(fabric: MemoryFabric) -> tuple[Interleaver, Ledger]:
+    switch: Any = thread_state.load()
+    owners = StageMap([["near"], ["far"]], [["near"], ["far"]], ["near", "far"])
+    link = MemoryLink(fabric, 0, bound_s=1.0)
+    turns = Interleaver(StepClock(), switch, owners=owners, link=link, make_lazy=LazyRemoteTensor)
+    residents: Any = SimpleNamespace(take_given=list, bound=lambda *_: {})
+    past_edits: Any = SimpleNamespace()
+    return turns, Ledger(turns, switch, lambda _: Far(), 0, link, residents, past_edits)
+
+
+def asks_alive() -> list[Any]:
+    return [one for one in gc.get_objects() if type(one) is RemoteAsk]
+
+
+def test_what_a_block_has_saved_goes_with_its_request():
+    fabric = MemoryFabric(2, lambda value, _: value, lambda value: value)
+    turns, ledger = a_rank(fabric)
+    source = "    got = {}.save()\n    got[0] = far.output\n"
+    message = BlockMessage("trace", Block("user.py", 1, source, "run"), {"far": Far()})
+    data = encode_block(message, lambda value: ("far", "") if type(value) is Far else None)
+    before = len(asks_alive())
+    gc.disable()
+    try:
+        traced = ledger.add("request", "trace", 1, data)
+        turns.open_step("request", 0)
+        assert traced.worker is not None
+        assert traced.worker.has_ended
+        assert traced.worker.error is None
+        report = ledger.close(traced, None)
+        assert list(report.saved) == ["got"]
+        assert len(asks_alive()) == before + 1
+        ledger.forget(traced)
+        del report, traced
+        assert len(asks_alive()) == before
+    finally:
+        gc.enable()
+        fabric.close()
