@@ -19,12 +19,12 @@ namespace nnsight_pp {
 
 // The classes that an ask and a visit are made of, by their slots.
 enum WorkerSlot {
-  kAsk, kAsked, kClosedEarly, kCut, kGreenlet, kHasEnded, kIsCalling, kIsRelaxed, kLoopDepth,
+  kAsk, kAsked, kClosedEarly, kCut, kError, kGreenlet, kHasEnded, kIsCalling, kIsRelaxed, kLoopDepth,
   kMemo, kNear, kRandomness, kSeat, kSlot, kStep, kTimeline, kTurns, kVisit, kWorkerSlots
 };
-inline Slots<kWorkerSlots> workers{{"ask", "asked", "closed_early", "cut", "greenlet", "has_ended",
-                             "is_calling", "is_relaxed", "loop_depth", "memo", "near", "randomness",
-                             "seat", "slot", "step", "timeline", "turns", "visit"}};
+inline Slots<kWorkerSlots> workers{{"ask", "asked", "closed_early", "cut", "error", "greenlet",
+                             "has_ended", "is_calling", "is_relaxed", "loop_depth", "memo", "near",
+                             "randomness", "seat", "slot", "step", "timeline", "turns", "visit"}};
 enum AskSlot { kNumber, kLocation, kTarget, kSeen, kReadSlots };
 inline Slots<kReadSlots> reads{{"number", "location", "visit", "seen"}};
 enum VisitSlot {
@@ -35,10 +35,14 @@ inline Slots<kVisitSlots> visits{{"_cut", "_is_assigned", "_is_given", "_marks",
 enum HandedSlot { kIsOver, kValue, kShared, kHandedSlots };
 inline Slots<kHandedSlots> handed_values{{"is_over", "value", "visits"}};
 inline Slots<1> shells{{"worker"}};
-inline Slots<1> batch_cuts{{"rows"}};
+enum BatchCutSlot { kRows, kSpan, kBatchCutSlots };
+inline Slots<kBatchCutSlots> batch_cuts{{"rows", "span"}};
 
 // Classes known by their identity, and what Python does in the rarer cases.
 inline PyTypeObject *memo_type, *whole_cut, *replacement, *tensor_type;
+// The first size of a tensor, 0 where it has none: `Tensor.__len__` is written in Python, what it
+// overrides is not.
+inline lenfunc length_of_tensor;
 inline PyObject* after_turn;
 
 inline bool is_type(PyObject* object, PyTypeObject* type) {
@@ -89,6 +93,9 @@ PyCFunction as_method(Function function) {
 
 // Add one to what `counts`, a dictionary or null, has for `location`.
 bool count_visit(PyObject* counts, PyObject* location);
+
+// Do what `OpenVisit.commit` does, in the usual cases; whether it is done.
+bool is_committed(PyObject* visit);
 
 PyObject* near_classes(PyObject* module, PyObject* args);
 PyObject* near_read(PyObject* module, PyObject* const* args, Py_ssize_t count);

@@ -13,29 +13,7 @@ Kept running_worker() {
 
 // As `OpenVisit.commit`.
 bool commit(PyObject* visit) {
-  if (visits.is_of(visit) && visits.at(visit, kViews) == nullptr) {
-    if (!visits.is_true(visit, kIsGiven)) return true;
-    PyObject* cut = visits.at(visit, kVisitCut);
-    PyObject* served = visits.at(visit, kServed);
-    PyObject* handed = visits.at(visit, kHanded);
-    const bool is_assigned = visits.is_true(visit, kIsAssigned);
-    bool is_done = false;
-    if (is_type(cut, whole_cut)) {
-      if (is_assigned) handed_values.set(handed, kValue, served == nullptr ? Py_None : served);
-      is_done = true;
-    } else if (batch_cuts.is_of(cut) && !is_assigned && is_type(served, tensor_type)) {
-      PyObject* marks = visits.at(visit, kMarks);
-      is_done = marks != nullptr && PyList_CheckExact(marks) && PyList_GET_SIZE(marks) == 1 &&
-                PyList_GET_ITEM(marks, 0) == served &&
-                !is_type(handed_values.at(handed, kValue), replacement);
-    }
-    if (is_done) {
-      visits.set(visit, kIsGiven, Py_False);
-      visits.set(visit, kIsAssigned, Py_False);
-      return true;
-    }
-  }
-  return static_cast<bool>(Kept(PyObject_CallMethodNoArgs(visit, NAME("commit"))));
+  return is_committed(visit) || Kept(PyObject_CallMethodNoArgs(visit, NAME("commit")));
 }
 
 // As `Parked.add`.
@@ -223,6 +201,27 @@ PyMethodDef setter_method = {"__setattr__", as_method(set_attribute), METH_FASTC
 
 }  // namespace
 
+bool is_committed(PyObject* visit) {
+  if (!visits.is_of(visit) || visits.at(visit, kViews) != nullptr) return false;
+  if (!visits.is_true(visit, kIsGiven)) return true;
+  PyObject* cut = visits.at(visit, kVisitCut);
+  PyObject* served = visits.at(visit, kServed);
+  PyObject* handed = visits.at(visit, kHanded);
+  const bool is_assigned = visits.is_true(visit, kIsAssigned);
+  if (is_type(cut, whole_cut)) {
+    if (is_assigned) handed_values.set(handed, kValue, served == nullptr ? Py_None : served);
+  } else {
+    if (!batch_cuts.is_of(cut) || is_assigned || !is_type(served, tensor_type)) return false;
+    PyObject* marks = visits.at(visit, kMarks);
+    const bool is_unreplaced = marks != nullptr && PyList_CheckExact(marks) &&
+                               PyList_GET_SIZE(marks) == 1 && PyList_GET_ITEM(marks, 0) == served;
+    if (!is_unreplaced || is_type(handed_values.at(handed, kValue), replacement)) return false;
+  }
+  visits.set(visit, kIsGiven, Py_False);
+  visits.set(visit, kIsAssigned, Py_False);
+  return true;
+}
+
 PyObject* near_classes(PyObject*, PyObject* args) {
   PyObject *worker, *read, *visit, *handed, *shell, *memo, *whole, *batch, *replaced, *tensor;
   PyObject* turned;
@@ -242,6 +241,13 @@ PyObject* near_classes(PyObject*, PyObject* args) {
     *place = reinterpret_cast<PyTypeObject*>(Py_NewRef(type));
   }
   after_turn = Py_NewRef(turned);
+  PyTypeObject* const base = tensor_type->tp_base;
+  const PyMappingMethods* const as_mapping = base == nullptr ? nullptr : base->tp_as_mapping;
+  if (as_mapping == nullptr || as_mapping->mp_length == nullptr) {
+    PyErr_SetString(PyExc_TypeError, "what torch.Tensor is made of has no length");
+    return nullptr;
+  }
+  length_of_tensor = as_mapping->mp_length;
   Py_RETURN_NONE;
 }
 

@@ -37,23 +37,17 @@ Stand stand_of(PyObject* worker, long number) {
 
 // As `BatchCut.give`: this request's rows of `value`.
 Kept rows_of(PyObject* cut, PyObject* value) {
-  PyObject* rows = batch_cuts.at(cut, 0);
-  if (is_type(value, tensor_type) && rows != nullptr && PyTuple_Check(rows)) {
+  PyObject* rows = batch_cuts.at(cut, kRows);
+  PyObject* span = batch_cuts.at(cut, kSpan);
+  if (is_type(value, tensor_type) && span != nullptr && rows != nullptr && PyTuple_Check(rows)) {
     Kept is_in_graph(PyObject_GetAttr(value, NAME("requires_grad")));
-    Kept shape(PyObject_GetAttr(value, NAME("shape")));
-    if (!is_in_graph || !shape) return Kept();
+    if (!is_in_graph) return Kept();
+    const Py_ssize_t total = PyLong_AsSsize_t(PyTuple_GET_ITEM(rows, 2));
     // Of a view in a graph the cut remembers the base.
-    if (is_in_graph.get() == Py_False && PyTuple_Check(shape.get())) {
-      const bool has_rows = PyTuple_GET_SIZE(shape.get()) != 0;
-      const int is_batched =
-          has_rows ? PyObject_RichCompareBool(PyTuple_GET_ITEM(shape.get(), 0),
-                                              PyTuple_GET_ITEM(rows, 2), Py_EQ)
-                   : 0;
-      if (is_batched < 0) return Kept();
-      if (is_batched == 0) return Kept::borrowed(value);
-      static PyObject* const zero = PyLong_FromLong(0);
-      PyObject* const given[] = {value, zero, PyTuple_GET_ITEM(rows, 0), PyTuple_GET_ITEM(rows, 1)};
-      return Kept(PyObject_VectorcallMethod(NAME("narrow"), given, 4, nullptr));
+    if (is_in_graph.get() == Py_False && total > 0) {
+      const Py_ssize_t length = length_of_tensor(value);
+      if (length < 0) return Kept();
+      return length == total ? Kept(PyObject_GetItem(value, span)) : Kept::borrowed(value);
     }
   }
   return Kept(PyObject_CallMethodOneArg(cut, NAME("give"), value));
@@ -96,6 +90,18 @@ bool unpark(PyObject* waiting, PyObject* location, PyObject* worker) {
   return true;
 }
 
+// As `commit_last` in `interleave.kept_open`, which does what is left over here.
+void commit_last(PyObject* worker) {
+  Kept visit = Kept::borrowed(workers.at(worker, kVisit));
+  if (!visits.is_of(visit.get()) || workers.at(worker, kError) != nullptr ||
+      workers.at(worker, kTimeline) != nullptr) {
+    return;
+  }
+  PyObject* handed = visits.at(visit.get(), kHanded);
+  const bool is_over = handed_values.is_true(handed, kIsOver);
+  if (is_over || is_committed(visit.get())) workers.set(worker, kVisit, Py_None);
+}
+
 // Give `worker` the turn with what it asked for, and then whom it let through.
 bool take_turn(const Run& run, PyObject* worker, PyObject* share) {
   Kept greenlet = Kept::borrowed(workers.at(worker, kGreenlet));
@@ -109,6 +115,7 @@ bool take_turn(const Run& run, PyObject* worker, PyObject* share) {
   PyObject* const arguments[] = {slot.get(), greenlet.get(), given.get()};
   if (!Kept(PyObject_Vectorcall(run.switch_to, arguments, 3, nullptr))) return false;
   const bool is_over = workers.is_true(worker, kHasEnded);
+  if (is_over) commit_last(worker);
   if (!is_over && PyList_GET_SIZE(run.released) == 0) return true;
   return static_cast<bool>(Kept(PyObject_CallFunctionObjArgs(after_turn, run.turns, worker, nullptr)));
 }

@@ -47,6 +47,7 @@
 #include "serve_point.hpp"
 #include "stack.hpp"
 
+#include <frameobject.h>
 #include <greenlet.h>
 
 #include <memory>
@@ -293,6 +294,15 @@ PyObject* module_install(PyObject*, PyObject* capsule) {
   Py_RETURN_NONE;
 }
 
+// Write what a frame shows as its names into the frame; from 3.13 on that happens by itself.
+PyObject* module_write_back(PyObject*, [[maybe_unused]] PyObject* frame) {
+#if PY_VERSION_HEX < 0x030D0000
+  if (!PyFrame_Check(frame)) return PyErr_Format(PyExc_TypeError, "%R is no frame", frame);
+  PyFrame_LocalsToFast(reinterpret_cast<PyFrameObject*>(frame), 0);
+#endif
+  Py_RETURN_NONE;
+}
+
 // Warn as a binding does that installs no handler of its own (c10d's are such).
 PyObject* module_warn(PyObject*, PyObject* text) {
   const char* message = PyUnicode_AsUTF8(text);
@@ -304,7 +314,10 @@ PyObject* module_warn(PyObject*, PyObject* text) {
 PyObject* slot_new(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   static const char* names[] = {"grad_enabled", nullptr};
   int grad_enabled = 1;
-  if (!PyArg_ParseTupleAndKeywords(args, kwargs, "p:Slot", const_cast<char**>(names),
+  if (kwargs == nullptr && PyTuple_GET_SIZE(args) == 1) {  // the usual case
+    grad_enabled = PyObject_IsTrue(PyTuple_GET_ITEM(args, 0));
+    if (grad_enabled < 0) return nullptr;
+  } else if (!PyArg_ParseTupleAndKeywords(args, kwargs, "p:Slot", const_cast<char**>(names),
                                    &grad_enabled)) {
     return nullptr;
   }
@@ -390,6 +403,8 @@ PyMethodDef module_methods[] = {
      "near_serve(...): what serves the values of one run."},
     {"point_call", as_method(nnsight_pp::make_point_call), METH_FASTCALL,
      "point_call(ServePoint, Gate): a `__call__` for ServePoint (see serve_point.cpp)."},
+    {"write_back", module_write_back, METH_O,
+     "write_back(frame): write its `f_locals` into it, nothing being deleted."},
     {"warn", module_warn, METH_O, "Emit a torch warning through the handler in force."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -62,10 +62,13 @@ WHOLE = WholeCut()
 class BatchCut:
     """Views of a request's rows where the leading size is exactly the batch's."""
 
-    __slots__ = ("_bases", "rows")
+    # Known to csrc/near.hpp by their names.
+    __slots__ = ("_bases", "rows", "span")
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
+        # As an index: torch is twice as fast with it as with `narrow`.
+        self.span = slice(rows.start, rows.start + rows.count)
         # Of each view given that is in a graph: the tensor that the model goes on with.
         self._bases: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = {}
 
@@ -84,7 +87,7 @@ class BatchCut:
         )
 
     def _narrowed(self, leaf: torch.Tensor) -> torch.Tensor:
-        view = leaf.narrow(0, self.rows.start, self.rows.count)
+        view = leaf[self.span]
         if view.requires_grad:
             self._bases[id(view)] = weakref.ref(view), leaf
         return view

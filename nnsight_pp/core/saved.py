@@ -7,9 +7,12 @@ of the trace only names bound to a marked object are written into the caller's f
 from __future__ import annotations
 
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nnsight_pp.errors import SaveOutsideTraceError, explain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 T = TypeVar("T")
 
@@ -28,6 +31,11 @@ class SavedSet:
     def mark(self, value: Any) -> None:
         """Mark ``value`` to be returned."""
         self._kept[id(value)] = value
+
+    def marked_of(self, names: Mapping[str, Any]) -> dict[str, Any]:
+        """Return those of ``names`` that are bound to marked objects."""
+        kept = self._kept
+        return {name: value for name, value in names.items() if id(value) in kept}
 
     def __contains__(self, value: Any) -> bool:
         return id(value) in self._kept
@@ -54,5 +62,5 @@ def save(value: T) -> T:
                 todo="Call it inside a `with model.trace(...):` block.",
             )
         )
-    saves.mark(value)
+    saves._kept[id(value)] = value
     return value

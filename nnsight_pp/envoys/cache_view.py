@@ -21,9 +21,10 @@ from nnsight_pp.errors import CacheError, NotSupportedError, explain
 from nnsight_pp.interleave.worker import running_worker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from nnsight_pp.core.protocols import Cut
+    from nnsight_pp.envoys.envoy import Envoy
     from nnsight_pp.envoys.tree_node import TreeNode
     from nnsight_pp.interleave.worker import Worker
 
@@ -56,7 +57,7 @@ class Cache:
 
     def __init__(
         self,
-        model: TreeNode,
+        model: Envoy,
         worker: Worker,
         modules: Sequence[Any] | None,
         options: dict[str, Any],
@@ -71,13 +72,13 @@ class Cache:
                     todo="Make `tracer.cache()` the first statement of the block.",
                 )
             )
-        known = {node._path: node._output for node in model.nodes()}
+        known = model._all_outputs()
         if modules is not None:
             chosen = [_path_of(model, one) for one in modules]
             known = {path: known[path] for path in chosen if path in known}
         self.model: TreeNode | None = model
         self.entries: dict[str, list[Entry]] = {}
-        self._outputs: dict[str, Location] = known
+        self._outputs: Mapping[str, Location] = known
         self._options = options
         self._owns = owns
         # Where a rank keeps it, nothing can be read: the rest is on other ranks.

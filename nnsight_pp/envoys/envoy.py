@@ -111,7 +111,8 @@ class Envoy(Values, OlderNames, TreeNode):
         if not trace:
             self._check_is_local("trace(..., trace=False)")
             return self._run_at_once(fn, inputs, kwargs)
-        return self.root._trace_from(self, inputs, {"fn": fn, **kwargs})
+        root = self if self._parent is None else self.root
+        return root._trace_from(self, inputs, {"fn": fn, **kwargs})
 
     def session(self) -> Session:
         """Run several traces as one: what one binds, the next can use; only what is saved stays."""
@@ -177,9 +178,12 @@ class Envoy(Values, OlderNames, TreeNode):
         """Return a tracer that calls ``fn``, by default the module, with this node's edits."""
 
         def run(tracer: Tracer, invocations: list[Invocation]) -> None:
-            call, root = _callee(self, fn), self.root
-            arguments, cuts = row_batch.joined(invocations, root._batch_size, root._batch, call)
-            self._run_call(call, self._module, arguments, cuts, invocations)
+            call = _callee(self, fn)
+            known = row_batch.alone(invocations)
+            if known is None:
+                root = self.root
+                known = row_batch.joined(invocations, root._batch_size, root._batch, call)
+            self._run_call(call, self._module, *known, invocations)
 
         return Tracer(run, inputs, kwargs, has_input=bool(inputs) or bool(kwargs))
 

@@ -149,8 +149,8 @@ class LocalForest(Forest):
         args, kwargs = on_device_of(module, arguments)
         cuts, invocations = blocks
         stored = [edit.invocation() for edit in edits] if edits else []
-        switch = self._loaded_switch()
-        driver = getcurrent()
+        every = (*stored, *invocations) if edits else invocations
+        switch, driver = self._switch or self._loaded_switch(), getcurrent()
         turns, serving = self._opened(driver, switch)
         self._turns = turns
         self._start, turns.asks.surface, self.named = start, self, arguments[1]
@@ -158,8 +158,8 @@ class LocalForest(Forest):
         workers: list[Worker] = []
         result, is_over = None, False
         try:
-            context = _shared_context(invocations)
-            for number, one in enumerate((*stored, *invocations)):
+            context = None if len(invocations) < 2 else _shared_context(invocations)
+            for number, one in enumerate(every):
                 worker = _worker(number, len(stored), one, switch, context)
                 worker.cut = WHOLE if number < len(stored) else cuts[number - len(stored)]
                 workers.append(worker)
@@ -180,7 +180,7 @@ class LocalForest(Forest):
             is_over = True
         finally:
             failed = self._close(workers, (turns, driver, serving), is_over=is_over)
-        _settle(failed, workers, (*stored, *invocations), len(stored))
+        _settle(failed, workers, every, len(stored))
         return result
 
     def _opened(self, driver: Any, switch: Switch) -> tuple[Interleaver, Any]:
@@ -212,7 +212,7 @@ class LocalForest(Forest):
         return failed
 
     def _loaded_switch(self) -> Any:  # the switches are C functions
-        self._switch = self._switch or thread_state.load()
+        self._switch = thread_state.load()
         return self._switch
 
 
@@ -233,13 +233,11 @@ def _serving(turns: Interleaver) -> Callable[[Location, Any], Any]:
     return nearby.serving(turns, serve, _AbandonedRun)
 
 
-def _shared_context(invocations: Sequence[Invocation]) -> Context | None:
-    """Return the context variables that ``invocations`` see, where there are many; they save alike.
+def _shared_context(invocations: Sequence[Invocation]) -> Context:
+    """Return the context variables that the many ``invocations`` see; they save alike.
 
     A variable that is set anew in each of their contexts costs more than a copy of one where it is.
     """
-    if len(invocations) < 2:
-        return None
     context = copy_context()
     context.run(active_saves.set, invocations[0].saves)
     return context

@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 Given = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def alone(invocations: Sequence[Invocation]) -> tuple[Given, list[Cut]] | None:
+    """Return what `joined` does, for one invocation that has inputs; None for any others."""
+    one = invocations[0]
+    if len(invocations) > 1 or not (one.inputs or one.kwargs):
+        return None
+    return (one.inputs, one.kwargs), [WHOLE]
+
+
 def joined(
     invocations: Sequence[Invocation],
     size_of: Callable[..., int],
@@ -37,8 +45,6 @@ def joined(
     Raises:
         ConfigurationError: None has an input, or they cannot be joined.
     """
-    if len(invocations) == 1 and (invocations[0].inputs or invocations[0].kwargs):
-        return (invocations[0].inputs, invocations[0].kwargs), [WHOLE]  # the usual case
     given = [one for one in invocations if one.inputs or one.kwargs]
     if not given:
         raise ConfigurationError(

@@ -36,6 +36,8 @@ class Forest:
         self._is_split = is_split
         # Weak: a node holds its children, and nothing holds it from below.
         self._nodes: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        # How often a node has been put in; what was gathered before may lack it.
+        self.num_changes = 0
         # The asks of the run that is on in this process: a worker with them may use every node.
         self.open_asks: Any = None  # `interleave.asks.Asks`
 
@@ -113,6 +115,7 @@ class TreeNode:
             kind = self._forest.spelling.class_for(module, path) or self._node_class
             node = kind(module, path, self)
         self._children[name] = node
+        self._forest.num_changes += 1
         attribute = name
         if is_served(type(self), name):
             attribute = f"E_{name}"

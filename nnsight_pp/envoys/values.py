@@ -13,6 +13,8 @@ from nnsight_pp.parallel.lazy import first_input, with_first_input
 from nnsight_pp.trace.mount import savable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from nnsight_pp.envoys.envoy import Envoy
     from nnsight_pp.envoys.operations import Source
     from nnsight_pp.envoys.tree_node import Forest
@@ -30,10 +32,21 @@ class Values:
         def path(self) -> str: ...
         @property
         def root(self) -> Any: ...
+        def nodes(self) -> Iterator[Any]: ...
 
     def _set_locations(self, path: str) -> None:
         self._input = Location(path, "input")
         self._output = Location(path, "output")
+        # The answer of `_all_outputs`, and how often the forest had changed by then.
+        self._gathered: tuple[int, dict[str, Location]] | None = None
+
+    def _all_outputs(self) -> Mapping[str, Location]:
+        """Return where this node and those below it give outputs, by path, in order of `nodes`."""
+        known, num_changes = self._gathered, self._forest.num_changes
+        if known is None or known[0] != num_changes:
+            known = num_changes, {node._path: node._output for node in self.nodes()}
+            self._gathered = known
+        return known[1]
 
     def _worker(self, location: Location) -> Worker:
         worker = current_worker(location)

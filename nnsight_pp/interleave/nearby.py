@@ -90,7 +90,8 @@ def serving(
 def after_turn(turns: Interleaver, worker: Worker) -> None:
     """Do what is left to do after a turn of ``worker`` that has ended it, or let others through."""
     if worker.has_ended:
-        commit_last(worker)
+        if worker.visit is not None:
+            commit_last(worker)
         turns.ended(worker)
     while turns.asks.released:
         turns.resume(turns.asks.released.pop(0), None)

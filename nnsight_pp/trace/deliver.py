@@ -7,12 +7,16 @@ the C API; from 3.13 on `f_locals` writes through (PEP 667).
 from __future__ import annotations
 
 import ctypes
+import functools
 import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
+from nnsight_pp.interleave import thread_state
+from nnsight_pp.interleave.extension import load_extension
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import CodeType, FrameType
 
 # Whether `f_locals` is a copy, which is written back as a whole.
@@ -24,10 +28,17 @@ _IS_COPIED = sys.version_info < (3, 13)
 _locals: dict[int, tuple[CodeType, frozenset[str]]] = {}
 _MOST_LOCALS = 1000
 
-_locals_to_fast: Any = ctypes.pythonapi.PyFrame_LocalsToFast if _IS_COPIED else None
-if _IS_COPIED:
-    _locals_to_fast.argtypes = [ctypes.py_object, ctypes.c_int]
-    _locals_to_fast.restype = None
+
+@functools.cache
+def _write_back() -> Callable[[FrameType], None]:
+    """Return what writes the copy of a frame's names into the frame."""
+    if thread_state.load().name == "native":
+        write_back: Callable[[FrameType], None] = load_extension().write_back
+        return write_back
+    locals_to_fast = ctypes.pythonapi.PyFrame_LocalsToFast
+    locals_to_fast.argtypes = [ctypes.py_object, ctypes.c_int]
+    locals_to_fast.restype = None
+    return lambda frame: locals_to_fast(frame, 0)
 
 
 def deliver(frame: FrameType, names: Mapping[str, Any]) -> None:
@@ -47,7 +58,7 @@ def deliver(frame: FrameType, names: Mapping[str, Any]) -> None:
         else:
             frame.f_globals[name] = value
     if _IS_COPIED:
-        _locals_to_fast(frame, 0)
+        _write_back()(frame)
         scope.clear()
 
 

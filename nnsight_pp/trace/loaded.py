@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_pp.core.block import Scope
 from nnsight_pp.core.meaning import all_codes
+from nnsight_pp.trace.lines import changed_before
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -60,9 +61,11 @@ def is_as_loaded(code: CodeType, names: dict[str, Any], lines: list[str], body: 
         lines: The text of its file, as `linecache` has it now.
         body: Line numbers of the body.
 
-    Cost: one `stat` for a file older than the process; else one compilation of the file.
+    Cost: one `stat` at most for a file older than the process; else one compilation of the file.
     """
     filename = code.co_filename
+    if changed_before(lines, _BEGIN):
+        return True
     if filename != "<string>" and (_is_in_memory(filename) or _is_older(filename)):
         return True
     if isinstance(names, Scope):

@@ -29,21 +29,13 @@ _BUILT_IN = (
 _mounted: set[type] = set()
 
 
-def _save(self: Any) -> Any:
-    """Mark this object to be returned from the outermost trace, and return it."""
-    return save(self)
-
-
-_save.__name__ = _save.__qualname__ = "save"
-
-
 def _mount(kind: type) -> None:
     if not hasattr(kind, "save"):
         try:
-            type.__setattr__(kind, "save", _save)
+            type.__setattr__(kind, "save", save)
         except TypeError:  # a type written in C
             names: dict[str, Any] = gc.get_referents(kind.__dict__)[0]
-            names["save"] = _save
+            names["save"] = save
             ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))
     _mounted.add(kind)
 

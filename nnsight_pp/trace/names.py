@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from nnsight_pp.core.block import Block
 
 
+_new_tuple = tuple.__new__  # a named tuple's own `__new__` takes three times as long
+
+
 class Names(NamedTuple):
     """The frame around a block, innermost first.
 
@@ -61,12 +64,13 @@ def names_of(frame: FrameType, shared: Any = None) -> Names:
     siblings = () if shared is None else (shared,)
     outer = frame.f_globals
     if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        return Names((*siblings, local_names(frame), outer), isinstance(outer, Scope))
+        around = (*siblings, local_names(frame), outer)
+        return _new_tuple(Names, (around, type(outer) is Scope))
     own = frame.f_locals
     if own is not outer:
         return Names((*siblings, {**_closed_over(frame), **own}, outer), isinstance(outer, Scope))
     if isinstance(outer, Scope):
-        return Names((*siblings, *outer.layers()), is_block=True)
+        return _new_tuple(Names, ((*siblings, *outer.layers()), True))
     return Names((*siblings, outer))
 
 

@@ -223,7 +223,7 @@ class Tracer(BlockStatement, BlockTracer):
         *,
         has_input: bool,
     ) -> None:
-        super().__init__()
+        self._capture = None
         # None once it has run: a tracer is good for one run.
         self._run: Run | None = run
         self._inputs = inputs
@@ -322,12 +322,12 @@ class Tracer(BlockStatement, BlockTracer):
     def _write(self, frame: FrameType, own: Mapping[str, Any], *, is_block: bool) -> None:
         """Write names into the user's frame: all into a block around it, else the saved ones."""
         saves = self._saves
-        found = {name: value for name, value in own.items() if is_block or value in saves}
+        found = dict(own) if is_block else saves.marked_of(own)
         for invocation in self._invocations:
             if is_block or invocation.is_saved:
                 found.update(invocation.bound)
-            elif saves:
-                found |= {name: x for name, x in invocation.bound.items() if x in saves}
+            elif invocation.bound:
+                found.update(saves.marked_of(invocation.bound))
         if found:
             deliver(frame, found)
 
@@ -346,7 +346,7 @@ class InvokeStatement(BlockStatement):
     __slots__ = ("_inputs", "_kwargs", "_tracer")
 
     def __init__(self, tracer: Tracer, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super().__init__()
+        self._capture = None
         self._tracer = tracer
         self._inputs = inputs
         self._kwargs = kwargs

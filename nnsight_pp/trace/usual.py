@@ -23,8 +23,7 @@ _TEXT_OR_COMMENT = re.compile(r"""\"[^"\\\n]*\"|'[^'\\\n]*'|#.*""")
 _BRACKETS = re.compile(r"\([^][(){}]*\)|\[[^][(){}]*\]|\{[^][(){}]*\}")
 _HEADER = re.compile(r"\s*with [\w.]+(?: as \w+)?:\s*")
 _TRY = re.compile(r"\btry\b")
-# A line on which no statement begins.
-_EMPTY = re.compile(r"\s*(?:#|$)")
+_NOT_PLAIN = frozenset("\"'#\\()[]{}")
 
 
 def position(frame: FrameType) -> tuple[int | None, ...]:
@@ -54,14 +53,16 @@ def usual_block(frame: FrameType, lines: list[str]) -> Block | None:
     if not is_whole_header(header):
         return None
     start = first + 1
-    while _EMPTY.match(lines[start - 1]):
+    while lines[start - 1].lstrip()[:1] in ("", "#"):  # no statement begins on it
         start += 1
         if start > last:
             return None
     text = "".join(lines[start - 1 : last])
     # A `try:` must not come first; what else must not be there, the compiler refuses.
     body = range(start, last + 1)
-    if _TRY.search(text) or not is_as_loaded(frame.f_code, frame.f_globals, lines, body):
+    if "try" in text and _TRY.search(text):
+        return None
+    if not is_as_loaded(frame.f_code, frame.f_globals, lines, body):
         return None
     block = block_in(frame.f_code, start, text)
     try:
@@ -76,6 +77,8 @@ def is_whole_header(line: str) -> bool:
 
     It may say no where it is one.
     """
+    if _is_one_call(line):  # the usual case, seen at a glance
+        return True
     if '"""' in line or "'''" in line:
         return False
     line, found = _TEXT_OR_COMMENT.sub("", line), 1
@@ -84,3 +87,14 @@ def is_whole_header(line: str) -> bool:
     while found:
         line, found = _BRACKETS.subn("", line)
     return _HEADER.fullmatch(line) is not None
+
+
+def _is_one_call(line: str) -> bool:
+    """Tell whether ``line`` is `with a.b(...):` or `with a.b(...) as c:`, its arguments plain."""
+    called, _, rest = line.strip().partition("(")
+    given, is_closed, rest = rest.partition(")")
+    is_call = called.startswith("with ") and called[5:].replace(".", "").isidentifier()
+    if not is_call or not is_closed or not _NOT_PLAIN.isdisjoint(given):
+        return False
+    is_named = rest.startswith(" as ") and rest[4:-1].isidentifier() and rest.endswith(":")
+    return rest == ":" or is_named
