@@ -128,15 +128,17 @@ def time_load(
 ) -> tuple[list[Finding], list[dict[str, Any]]]:
     """Time one load on all contenders; return rows of time, and all figures of each."""
     asked = {name: one for name, one in up.items() if load.kind == "untraced" or name != "compiled"}
-    # The first of a kind is slower; the second is another process's first.
-    in_turns(asked, 2, "run", lambda _: (load, -1), settle_s=0.0)
-    answers = in_turns(asked, rounds, "run", lambda number: (load, number), settle_s=SETTLE_S)
-    _check(load, answers)
     baseline = "plain"
-    if load.kind == "cross":
-        plain = load._replace(kind="untraced")
-        one = {"plain": up["plain"]}
-        answers |= in_turns(one, rounds, "run", lambda number: (plain, number), settle_s=SETTLE_S)
+
+    def given_to(name: str, number: int) -> tuple[Load, int]:
+        # No hook of one process sees another's values: this one is beside two stages without.
+        is_without = load.kind == "cross" and name == baseline
+        return (load._replace(kind="untraced") if is_without else load), number
+
+    # The first of a kind is slower; the second is another process's first.
+    in_turns(asked, 2, "run", lambda name, _: given_to(name, -1), settle_s=0.0)
+    answers = in_turns(asked, rounds, "run", given_to, settle_s=SETTLE_S)
+    _check(load, answers)
     beside = [one["s"] * 1e6 for one in answers[baseline]]
     is_plain = load.kind in ("untraced", "cross")
     beside_title = TITLES["plain" if is_plain else "floor"]
@@ -196,9 +198,9 @@ def time_workloads(
     """Time the workloads of interpretability, one request each but for sweeps."""
     ours = {name: up[name] for name in ("ours", "local") if name in up}
     for name, workload in WORKLOADS.items():
-        in_turns(ours, 2, "workload", lambda _, name=name: (name,), settle_s=0.0)
+        in_turns(ours, 2, "workload", lambda *_, name=name: (name,), settle_s=0.0)
         answers = in_turns(
-            ours, rounds, "workload", lambda _, name=name: (name,), settle_s=SETTLE_S
+            ours, rounds, "workload", lambda *_, name=name: (name,), settle_s=SETTLE_S
         )
         for who, got in answers.items():
             if who == "ours" or "ours" not in answers:

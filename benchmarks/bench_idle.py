@@ -119,13 +119,8 @@ def compare(mode: str, stages: int, given: argparse.Namespace) -> list[Finding]:
 def _turns(pair: dict[str, Contender], where: str, given: argparse.Namespace) -> Any:
     def turns(name: str, title: str, kinds: tuple[str, str], load: Load, goal: Any) -> Finding:
         loads = dict(zip(("ours", "plain"), kinds, strict=True))
-        found: dict[str, list[Any]] = {"ours": [], "plain": []}
-        for number in range(given.pairs):
-            for who in ("ours", "plain") if number % 2 == 0 else ("plain", "ours"):
-                one = load._replace(kind=loads[who])
-                args = lambda _, one=one, number=number: (one, number)  # noqa: E731
-                got = in_turns({who: pair[who]}, 1, "run", args, settle_s=SETTLE_S)
-                found[who] += got[who]
+        args = lambda who, number: (load._replace(kind=loads[who]), number)  # noqa: E731
+        found = in_turns(pair, given.pairs, "run", args, settle_s=SETTLE_S)
         return Finding(
             f"{name}, {where}", f"{title}, {where}", _us(found["ours"]), _us(found["plain"]),
             PLAIN, True, goal,
@@ -153,7 +148,7 @@ def _turns(pair: dict[str, Contender], where: str, given: argparse.Namespace) ->
     for size in (1, 10) if given.quick else (1, 10, 100):
         ours = {"ours": pair["ours"]}
         got = in_turns(
-            ours, given.pairs, "collect", lambda _, size=size: (size,), settle_s=SETTLE_S
+            ours, given.pairs, "collect", lambda *_, size=size: (size,), settle_s=SETTLE_S
         )["ours"]
         copies = [one["copy_s"] * 1e6 for one in got]
         name = f"collect {size} MB of saves, {where}"

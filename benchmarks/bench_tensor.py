@@ -160,7 +160,7 @@ def _generated(pair: dict[str, Contender], count: int, num_pairs: int) -> Findin
     for number in (-1, -2):
         for one in pair.values():
             one.ask("run", load, number)
-    got = in_turns(pair, num_pairs, "run", lambda number: (load, number), settle_s=SETTLE_S)
+    got = in_turns(pair, num_pairs, "run", lambda _, number: (load, number), settle_s=SETTLE_S)
     return Finding(
         f"untouched_tp_{count}",
         f"{load.tokens} tokens of {count} requests without a block, on 2 ranks",

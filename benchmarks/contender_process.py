@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,12 @@ def start_pair(
 
 
 def in_turns(
-    contenders: dict[str, Contender], rounds: int, method: str, args: Any, *, settle_s: float
+    contenders: dict[str, Contender],
+    rounds: int,
+    method: str,
+    args: Callable[[str, int], tuple[Any, ...]],
+    *,
+    settle_s: float,
 ) -> dict[str, list[dict[str, Any]]]:
     """Return ``rounds`` answers of each contender; one that cannot is left out, and named.
 
@@ -159,7 +165,7 @@ def in_turns(
         contenders: By name.
         rounds: How many answers.
         method: What they are asked for.
-        args: Given the number of the round, the arguments.
+        args: Given who is asked and the number of the round, the arguments.
         settle_s: How long to wait before each, so that the ranks of the one before rest.
     """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
@@ -167,7 +173,7 @@ def in_turns(
         names = list(found)
         for name in names if number % 2 == 0 else reversed(names):
             time.sleep(settle_s)
-            answer = contenders[name].ask(method, *args(number))
+            answer = contenders[name].ask(method, *args(name, number))
             if "cannot" in answer:
                 del found[name]
                 print(f"      {name} cannot: {answer['cannot']}", file=sys.stderr)

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-# One token each.
+# One token each, with a capital too.
 WORDS = (
     "the", "of", "and", "to", "in", "is", "was", "for", "that", "it", "with", "as", "his", "on",
     "be", "at", "by", "this", "had", "not", "are", "but", "from", "or", "have", "an", "they",
-    "which", "one", "you", "were", "her", "all", "she", "there", "would", "their", "we", "him",
+    "which", "one", "you", "her", "all", "she", "there", "would", "their", "we",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A slice of the benchmarks runs through and finds right values. It never looks at time."""
+"""Each suite of benchmarks runs through, quickly, and finds right values. No test looks at time."""
 
 from __future__ import annotations
 
@@ -6,45 +6,66 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from benchmarks.run import SUITES
 
 ROOT = Path(__file__).parents[2]
 
 
-def run(tmp_path, name, *options):
-    out = tmp_path / "found.json"
-    command = [sys.executable, "-m", f"benchmarks.bench_{name}", "--json", str(out), *options]
+def found_by(suite: str, out: Path) -> dict[str, Any]:
+    """Return what a quick run of ``suite`` has found, with its pictures in ``out``."""
+    command = [sys.executable, "-m", "benchmarks.run", "--quick", "--suite", suite]
+    command += ["--json", str(out / "found.json"), "--out", str(out / "found.md")]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
     )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(out.read_text())
+    assert done.returncode == 0, done.stderr[-5000:]
+    return json.loads((out / "found.json").read_text())["suites"][suite]
 
 
 @pytest.mark.slow
-def test_every_workload_is_equivalent_on_two_stages_or_refused(tmp_path, smollm2_path):
-    found = run(tmp_path, "equivalence", "--models", "tiny", "--backends", "stages2")
-    words = {cell["workload"]: cell["word"] for cell in found["cells"]}
-    assert len(words) == 11
-    assert words.pop("gradient_patching") == "REFUSED"
-    assert set(words.values()) == {"EQUIVALENT"}
+def test_every_workload_is_equivalent_or_refused(tmp_path: Path, smollm2_path: Path):
+    words: dict[str, dict[str, str]] = {}
+    for cell in found_by("equivalence", tmp_path)["cells"]:
+        words.setdefault(cell["backend"], {})[cell["workload"]] = cell["word"]
+    assert set(words) == {"rank", "local", "stages2"}
+    for backend, cells in words.items():
+        gradients = "EQUIVALENT" if backend == "local" else "REFUSED"
+        assert cells.pop("gradient_patching") == gradients
+        assert len(cells) == 10
+        assert set(cells.values()) == {"EQUIVALENT"}
 
 
 @pytest.mark.slow
-def test_contenders_keep_the_same_numbers_as_hand_written_hooks(tmp_path, smollm2_path):
-    options = ("--shapes", "2x1", "--in-flight", "2", "--prompts", "8", "--parts", "loads")
-    found = run(tmp_path, "cost", "--quick", *options)
-    done = {(cell["who"], cell["load"].partition(";")[0]) for cell in found["cells"]["cells"]}
+def test_contenders_keep_the_same_numbers_as_hand_written_hooks(tmp_path: Path, smollm2_path: Path):
+    cells = found_by("cost", tmp_path)["cells"]["cells"]
+    done = {(one["who"], one["load"].partition(";")[0], one["shape"]) for one in cells}
     for load in ("read one layer, last tokens", "read all layers, all tokens"):
-        assert {("this library, engine", load), ("hand-written hooks", load)} <= done
-    cells = found["cells"]["cells"]
-    (crossed,) = (
+        for shape in ("1 stage, tp 1", "2 stages, tp 1"):
+            for who in ("this library, engine", "hand-written hooks"):
+                assert (who, load, shape) in done
+        assert ("Hugging Face, raw hooks", load, "1 stage, tp 1") in done
+    crossed = [
         cell["link_bytes"]
         for cell in cells
         if cell["who"] == "this library, engine" and "value of the first" in cell["load"]
-    )
-    assert crossed > 0
+    ]
+    assert crossed
+    assert min(crossed) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", [one for one in SUITES if one not in ("equivalence", "cost")])
+def test_suite_answers_its_questions(suite: str, tmp_path: Path, smollm2_path: Path):
+    found = found_by(suite, tmp_path)["findings"]
+    assert found
+    assert all(one["samples"] for one in found)
+    pictures = list(tmp_path.glob("*.png"))
+    assert pictures
+    assert all(path.stat().st_size > 10_000 for path in pictures)
 
 
 def test_our_own_code_in_a_step_without_a_block_can_be_timed():
