@@ -115,7 +115,10 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             if self.vllm_config.parallel_config.world_size > 1:
                 end_of_rank("tracing could not be set up on this rank", error)
             raise
-        gc.freeze()  # what is here now stays: a collection that walked over it would take 0.4 s
+        if self.vllm_config.parallel_config.world_size > 1:
+            # What is here now stays, and a collection that walked over it would take 0.4 s. A rank
+            # in the engine's own process is vLLM's to freeze (v1/engine/core.py, vllm 0.32.0).
+            gc.freeze()
         return times
 
     def _set_up_tracing(self) -> None:
