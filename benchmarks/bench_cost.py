@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.backends import MODELS
-from benchmarks.contender_process import SETTLE_S, Contender, ContenderError, in_turns, start_pair
+from benchmarks.contender_process import Contender, ContenderError, in_turns, start_pair
 from benchmarks.engine_arguments import engine_arguments
 from benchmarks.findings import Finding, write_json
 from benchmarks.findings import markdown as rows_of_time
@@ -136,8 +136,8 @@ def time_load(
         return (load._replace(kind="untraced") if is_without else load), number
 
     # The first of a kind is slower; the second is another process's first.
-    in_turns(asked, 2, "run", lambda name, _: given_to(name, -1), settle_s=0.0)
-    answers = in_turns(asked, rounds, "run", given_to, settle_s=SETTLE_S)
+    in_turns(asked, 2, "run", lambda name, _: given_to(name, -1))
+    answers = in_turns(asked, rounds, "run", given_to)
     _check(load, answers)
     beside = [one["s"] * 1e6 for one in answers[baseline]]
     is_plain = load.kind in ("untraced", "cross")
@@ -198,10 +198,8 @@ def time_workloads(
     """Time the workloads of interpretability, one request each but for sweeps."""
     ours = {name: up[name] for name in ("ours", "local") if name in up}
     for name, workload in WORKLOADS.items():
-        in_turns(ours, 2, "workload", lambda *_, name=name: (name,), settle_s=0.0)
-        answers = in_turns(
-            ours, rounds, "workload", lambda *_, name=name: (name,), settle_s=SETTLE_S
-        )
+        in_turns(ours, 2, "workload", lambda *_, name=name: (name,))
+        answers = in_turns(ours, rounds, "workload", lambda *_, name=name: (name,))
         for who, got in answers.items():
             if who == "ours" or "ours" not in answers:
                 samples = [one["s"] * 1e6 for one in got]

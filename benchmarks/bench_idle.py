@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.backends import MODELS
-from benchmarks.contender_process import SETTLE_S, Contender, in_turns, start_pair
+from benchmarks.contender_process import Contender, in_turns, start_pair
 from benchmarks.engine_arguments import engine_arguments
 from benchmarks.findings import Finding, markdown, write_json
 from benchmarks.loads import Load
@@ -120,7 +120,7 @@ def _turns(pair: dict[str, Contender], where: str, given: argparse.Namespace) ->
     def turns(name: str, title: str, kinds: tuple[str, str], load: Load, goal: Any) -> Finding:
         loads = dict(zip(("ours", "plain"), kinds, strict=True))
         args = lambda who, number: (load._replace(kind=loads[who]), number)  # noqa: E731
-        found = in_turns(pair, given.pairs, "run", args, settle_s=SETTLE_S)
+        found = in_turns(pair, given.pairs, "run", args)
         return Finding(
             f"{name}, {where}", f"{title}, {where}", _us(found["ours"]), _us(found["plain"]),
             PLAIN, True, goal,
@@ -147,9 +147,7 @@ def _turns(pair: dict[str, Contender], where: str, given: argparse.Namespace) ->
                     1.1 if where.startswith(EAGER) else None)  # fmt: skip
     for size in (1, 10) if given.quick else (1, 10, 100):
         ours = {"ours": pair["ours"]}
-        got = in_turns(
-            ours, given.pairs, "collect", lambda *_, size=size: (size,), settle_s=SETTLE_S
-        )["ours"]
+        got = in_turns(ours, given.pairs, "collect", lambda *_, size=size: (size,))["ours"]
         copies = [one["copy_s"] * 1e6 for one in got]
         name = f"collect {size} MB of saves, {where}"
         yield Finding(f"collect_{size}, {where}", name, _us(got), copies, "a copy", True, 2.0)

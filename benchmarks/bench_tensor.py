@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.contender_process import SETTLE_S, Contender, in_turns, start_pair
+from benchmarks.contender_process import Contender, in_turns, start_pair
 from benchmarks.engine_arguments import engine_arguments
 from benchmarks.findings import Finding, main
 from benchmarks.loads import Load
@@ -160,7 +160,7 @@ def _generated(pair: dict[str, Contender], count: int, num_pairs: int) -> Findin
     for number in (-1, -2):
         for one in pair.values():
             one.ask("run", load, number)
-    got = in_turns(pair, num_pairs, "run", lambda _, number: (load, number), settle_s=SETTLE_S)
+    got = in_turns(pair, num_pairs, "run", lambda _, number: (load, number))
     return Finding(
         f"untouched_tp_{count}",
         f"{load.tokens} tokens of {count} requests without a block, on 2 ranks",

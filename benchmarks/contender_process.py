@@ -21,6 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 # Ranks that have just worked still poll for their next step, and would share the other's cores.
 SETTLE_S = 0.3
+_NOT_TIMED = 2
 
 
 class ContenderError(Exception):
@@ -156,23 +157,20 @@ def in_turns(
     rounds: int,
     method: str,
     args: Callable[[str, int], tuple[Any, ...]],
-    *,
-    settle_s: float,
 ) -> dict[str, list[dict[str, Any]]]:
     """Return ``rounds`` answers of each contender; one that cannot is left out, and named.
 
     Args:
         contenders: By name.
-        rounds: How many answers.
+        rounds: How many answers. Nobody looks at the time of two: there is no pause between them.
         method: What they are asked for.
         args: Given who is asked and the number of the round, the arguments.
-        settle_s: How long to wait before each, so that the ranks of the one before rest.
     """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
     for number in range(rounds):
         names = list(found)
         for name in names if number % 2 == 0 else reversed(names):
-            time.sleep(settle_s)
+            time.sleep(SETTLE_S if rounds > _NOT_TIMED else 0)
             answer = contenders[name].ask(method, *args(name, number))
             if "cannot" in answer:
                 del found[name]
