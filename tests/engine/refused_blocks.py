@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from engine.backends import LONGER, PROMPT, SHORT
-from matrix.cells import ENGINES, EVERYWHERE, SEVERAL, Refused
+from matrix.cells import ENGINES, EVERYWHERE, RANKS, SEVERAL, Refused
 
 REFUSED: dict[str, Refused] = {}
 
@@ -346,7 +346,7 @@ def an_augmented_assignment_to_a_tuple_of_another_stage(b: Any) -> dict[str, Any
 # ------------------------------------------------------------- what each rank computes for itself
 
 
-@refused("RankDivergenceError", "time, process ids, and set order", frozenset({SEVERAL}))
+@refused("RankDivergenceError", "time, process ids, and set order", frozenset({RANKS, SEVERAL}))
 def a_clock_of_every_rank(b: Any) -> dict[str, Any]:
     layers, ops = b.layers, b.ops
     with b.trace(PROMPT):
@@ -355,7 +355,7 @@ def a_clock_of_every_rank(b: Any) -> dict[str, Any]:
     return {"is_later": found > 0}
 
 
-@refused("RankDivergenceError", "time, process ids, and set order", frozenset({SEVERAL}))
+@refused("RankDivergenceError", "time, process ids, and set order", frozenset({RANKS, SEVERAL}))
 def a_value_with_a_process_id_in_it(b: Any) -> dict[str, Any]:
     layers, ops = b.layers, b.ops
     with b.trace(PROMPT):
@@ -364,7 +364,7 @@ def a_value_with_a_process_id_in_it(b: Any) -> dict[str, Any]:
     return {"is_here": bool((found > 0).all())}
 
 
-@refused("RankDivergenceError", "time, process ids, and set order", frozenset({SEVERAL}))
+@refused("RankDivergenceError", "time, process ids, and set order", frozenset({RANKS, SEVERAL}))
 def the_order_of_a_set(b: Any) -> dict[str, Any]:
     layers, ops = b.layers, b.ops
     words = {f"word {number}" for number in range(50)}

@@ -23,7 +23,7 @@ from engine.refused_blocks import REFUSED
 from engine.sharded import SHARDED, WIDE
 from engine.sharded_surface import SURFACE, assert_alike_on_every_rank
 from engine.table import BLOCKS
-from matrix.cells import ONE, Kind, Row, judged
+from matrix.cells import RANKS, Kind, Row, judged
 from nnsight_pp import LanguageModel, NotSupportedError, RankDivergenceError, RowsError
 
 PIECES = {**SHARDED, **SURFACE}
@@ -81,10 +81,10 @@ def test_block(name: str, engine: Engine, here: Callable[[str], Any]) -> None:
     assert_same(BLOCKS[name](engine), here(name), name)
 
 
-@pytest.mark.parametrize("name", [name for name, one in REFUSED.items() if ONE in one.where])
+@pytest.mark.parametrize("name", [name for name, one in REFUSED.items() if RANKS in one.where])
 def test_refused_block(name: str, engine: Engine) -> None:
     row = Row(name, REFUSED[name].run, REFUSED[name])
-    cell, _ = judged(row, engine, ONE, None, None)
+    cell, _ = judged(row, engine, RANKS, None, None)
     assert cell.kind is Kind.REFUSED, cell.why
 
 

@@ -17,8 +17,9 @@ from engine.compare import ChangedNeighbourError, assert_same
 
 # Behind the line of a block at which it must be refused.
 MARK = "# <-"
-LOCAL, ONE, SEVERAL = "local", "one", "several"
-ENGINES = frozenset({ONE, SEVERAL})
+# RANKS: one stage, whose layers several ranks split.
+LOCAL, ONE, RANKS, SEVERAL = "local", "one", "ranks", "several"
+ENGINES = frozenset({ONE, RANKS, SEVERAL})
 EVERYWHERE = ENGINES | {LOCAL}
 
 
@@ -30,7 +31,8 @@ class Refused:
         run: Runs it on a backend.
         error: The class of the error, by name.
         words: Part of the error's text.
-        where: Whether it is refused in this process, on one stage, on several.
+        where: Whether it is refused in this process, on one rank, on ranks of one stage, on several
+            stages.
         runs: Where it can be written at all. Where it is not refused, it gives values.
     """
 
@@ -80,7 +82,9 @@ class Column:
     @property
     def place(self) -> str:
         """What a refused row calls it."""
-        return LOCAL if not self.stages else ONE if self.stages == 1 else SEVERAL
+        if self.stages < 2:
+            return LOCAL if not self.stages else ONE if self.tp == 1 else RANKS
+        return SEVERAL
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ COLUMNS = {
     "1": Column("1 rank", 1),
     "2": Column("2 stages", 2),
     "3": Column("3 stages", 3),
+    # Of the random Qwen2, whose heads two ranks can split.
+    "tp2": Column("tp 2", 1, tp=2),
+    "tp2x2": Column("tp 2, 2 stages", 2, tp=2),
     # SmolLM2 has nine heads, which three ranks can split.
     "tp3": Column("tp 3", 1, tp=3),
     "tp3x2": Column("tp 3, 2 stages", 2, tp=3),

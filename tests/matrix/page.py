@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 Found = Mapping[tuple[str, str, bool], Cell]
 
 
-def facts_of_this_run(command: str, date: str) -> dict[str, str]:
+def facts_of_this_run(command: str, date: str, model: str) -> dict[str, str]:
     """Return what the page says of where and when it was made."""
     import torch
     import transformers
@@ -37,7 +37,7 @@ def facts_of_this_run(command: str, date: str) -> dict[str, str]:
         "versions": ", ".join(versions),
         "machine": f"{models[0] if models else platform.machine()}, {cores} cores, "
         f"{memory:.0f} GiB, no GPU",
-        "model": "SmolLM2-135M-Instruct, fp32",
+        "model": model,
     }
 
 
