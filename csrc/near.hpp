@@ -28,10 +28,10 @@ inline Slots<kWorkerSlots> workers{{"ask", "asked", "closed_early", "cut", "erro
 enum AskSlot { kNumber, kLocation, kTarget, kSeen, kReadSlots };
 inline Slots<kReadSlots> reads{{"number", "location", "visit", "seen"}};
 enum VisitSlot {
-  kVisitCut, kIsAssigned, kIsGiven, kMarks, kServed, kViews, kWatched, kHanded, kVisitSlots
+  kVisitCut, kIsAssigned, kIsGiven, kMarks, kRaw, kServed, kViews, kWatched, kHanded, kVisitSlots
 };
-inline Slots<kVisitSlots> visits{{"_cut", "_is_assigned", "_is_given", "_marks", "_served", "_views",
-                           "_watched", "handed"}};
+inline Slots<kVisitSlots> visits{{"_cut", "_is_assigned", "_is_given", "_marks", "_raw", "_served",
+                           "_views", "_watched", "handed"}};
 enum HandedSlot { kIsOver, kValue, kShared, kHandedSlots };
 inline Slots<kHandedSlots> handed_values{{"is_over", "value", "visits"}};
 inline Slots<1> shells{{"worker"}};

@@ -202,7 +202,10 @@ PyMethodDef setter_method = {"__setattr__", as_method(set_attribute), METH_FASTC
 }  // namespace
 
 bool is_committed(PyObject* visit) {
-  if (!visits.is_of(visit) || visits.at(visit, kViews) != nullptr) return false;
+  if (!visits.is_of(visit) || visits.at(visit, kViews) != nullptr ||
+      visits.at(visit, kRaw) != nullptr) {
+    return false;
+  }
   if (!visits.is_true(visit, kIsGiven)) return true;
   PyObject* cut = visits.at(visit, kVisitCut);
   PyObject* served = visits.at(visit, kServed);

@@ -75,8 +75,8 @@ Kept opened(PyObject* worker, PyObject* handed, Kept& share) {
     }
     if (!marks) return Kept();
   }
-  return Kept(
-      visits.make({cut, Py_False, Py_True, marks.get(), share.get(), Py_None, Py_None, handed}));
+  return Kept(visits.make({cut, Py_False, Py_True, marks.get(), Py_None, share.get(), Py_None,
+                           Py_None, handed}));
 }
 
 // As `Parked.remove`.

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_pp.core.meaning import (
     Facts,
+    all_codes,
     as_in_function,
     facts_of,
     may_differ,
     refuse_leaving,
 )
-from nnsight_pp.core.sharing import Uses, uses_of
+from nnsight_pp.core.raw_writes import WORDS
+from nnsight_pp.core.sharing import Uses, needed_of, uses_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -68,6 +70,13 @@ class Block:
     def reads(self) -> frozenset[str]:
         """Return the names that the block, or anything nested in it, looks up around itself."""
         return self.known.facts.reads
+
+    def needs(self) -> frozenset[str]:
+        """Return those of `reads` that it may look up before it has bound them itself.
+
+        A notebook cell that is run again does not take along what its last run has saved.
+        """
+        return _needs(self)
 
     def binds(self) -> frozenset[str]:
         """Return the names that the block itself binds."""
@@ -124,12 +133,14 @@ class Compiled:
         facts: What its operations say.
         binds_more: Whether it may bind names that they do not show.
         lines: Its line numbers.
+        writes_raw: Whether its text may edit a tensor in a way that torch does not count.
     """
 
     code: CodeType
     facts: Facts
     binds_more: bool
     lines: range
+    writes_raw: bool
 
 
 @lru_cache(maxsize=512)
@@ -154,7 +165,8 @@ def _compiled(block: Block) -> Compiled:
     binds_more = bool(facts.reads & _BIND_MORE) or "import *" in block.source
     code = code.replace(co_name=block.name, co_qualname=block.name)
     lines = range(block.first_line, block.first_line + block.source.count("\n"))
-    return Compiled(code, facts, binds_more=binds_more, lines=lines)
+    writes_raw = any(not WORDS.isdisjoint(one.co_names) for one in all_codes(code))
+    return Compiled(code, facts, binds_more=binds_more, lines=lines, writes_raw=writes_raw)
 
 
 @lru_cache(maxsize=512)
@@ -162,6 +174,18 @@ def _uses(block: Block) -> Uses:
     holder = ast.parse(_text_of(block), block.filename).body[0]
     assert isinstance(holder, ast.If)
     return uses_of(ast.Module(body=holder.body, type_ignores=[]))
+
+
+@lru_cache(maxsize=512)
+def _needs(block: Block) -> frozenset[str]:
+    facts = block.known.facts
+    if block.binds_more() or not facts.reads & facts.binds:
+        return facts.reads
+    holder = ast.parse(_text_of(block), block.filename).body[0]
+    assert isinstance(holder, ast.If)
+    early = needed_of(ast.Module(body=holder.body, type_ignores=[]))
+    # What the text does not show (a bare `super()`) is bound by no statement.
+    return facts.reads - (facts.binds - early)
 
 
 def _text_of(block: Block) -> str:

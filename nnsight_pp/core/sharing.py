@@ -5,6 +5,9 @@ and another binds it; or where one changes an object that another looks at. `use
 block may do with each name. Where the text leaves it open, the answer is yes: then the blocks are
 run together, which is right for any blocks. One thing is taken for granted: a `for` loop that binds
 a name runs its body, so that what it binds is the block's own afterwards.
+
+`needed_of` says which names a block may look up around itself at all. There nothing is taken for
+granted: a name that is not among them does not travel with the block.
 """
 
 from __future__ import annotations
@@ -59,15 +62,29 @@ def uses_of(module: ast.Module) -> Uses:
     )
 
 
+def needed_of(module: ast.Module) -> frozenset[str]:
+    """Return the names that the block ``module`` may look up before it has surely bound them."""
+    flow = _Flow(is_sure=True)
+    flow.run(module.body, set())
+    return frozenset(flow.early)
+
+
 # ------------------------------------------------------------------------- what is looked up early
 
 
 @final
 class _Flow:
-    """Follows a block from statement to statement with the names that are bound by then."""
+    """Follows a block from statement to statement with the names that are bound by then.
 
-    def __init__(self) -> None:
+    Args:
+        is_sure: Whether only what is surely bound counts as bound: not what the body of a loop
+            binds, or that of a `with` which may go on behind an error, or an expression that may
+            not be evaluated; nor what is deleted somewhere.
+    """
+
+    def __init__(self, *, is_sure: bool = False) -> None:
         self.early: set[str] = set()
+        self._is_sure = is_sure
 
     def run(self, body: Sequence[ast.stmt], bound: set[str]) -> set[str] | None:
         """Return what is bound behind ``body``, or None where nothing runs there."""
@@ -80,10 +97,14 @@ class _Flow:
 
     def _look(self, nodes: Sequence[ast.AST | None], bound: set[str]) -> None:
         for node in nodes:
-            if node is not None:
-                given = set(_walrus(node))
-                self.early |= _looked_up(node) - bound - given
-                bound |= given
+            if node is None:
+                continue
+            if self._is_sure:
+                self.early |= _mentioned(node) - bound
+                continue
+            given = set(_walrus(node))
+            self.early |= _looked_up(node) - bound - given
+            bound |= given
 
     def _statement(self, node: ast.stmt, bound: set[str]) -> set[str] | None:
         if isinstance(node, (ast.Break, ast.Continue)):
@@ -95,27 +116,34 @@ class _Flow:
             self._look([node.test], bound)
             return _both(self.run(node.body, bound), self.run(node.orelse, bound))
         if isinstance(node, (ast.For, ast.AsyncFor)):
-            self._look([node.iter], bound)
+            self._look([node.iter, node.target], bound)
             inside = bound | _targets(node.target)
             after = self.run(node.body, inside)
+            if self._is_sure:
+                self.run(node.orelse, bound)
+                return bound
             behind = inside if after is None else after
             return self.run(node.orelse, behind) or behind
         if isinstance(node, ast.While):
             self._look([node.test], bound)
             self.run(node.body, bound)
-            return self.run(node.orelse, bound) or bound
+            behind = self.run(node.orelse, bound)
+            return bound if self._is_sure or behind is None else behind
         if isinstance(node, (ast.With, ast.AsyncWith)):
             for item in node.items:
-                self._look([item.context_expr], bound)
+                self._look([item.context_expr, item.optional_vars], bound)
                 bound |= _targets(item.optional_vars)
-            return self.run(node.body, bound)
+            after = self.run(node.body, bound)
+            may_go_on = self._is_sure and not all(map(_is_of_torch, node.items))
+            return bound if may_go_on else after
         if isinstance(node, (ast.Try, ast.TryStar)):
             return self._try(node, bound)
         if isinstance(node, ast.Match):
             self._look([node.subject], bound)
             for case in node.cases:
+                self._look([case.pattern], bound)
                 inside = bound | _captures(case.pattern)
-                self._look([case.pattern, case.guard], inside)
+                self._look([case.guard], inside)
                 self.run(case.body, inside)
             return bound
         return self._simple(node, bound)
@@ -127,6 +155,7 @@ class _Flow:
         for handler in node.handlers:
             self._look([handler.type], bound)
             named = {handler.name} if handler.name else set()
+            self.early |= named if self._is_sure else set()  # it is deleted at the end
             after = _both(after, self.run(handler.body, bound | named))
         last = self.run(node.finalbody, bound)
         return None if after is None or last is None else after | last
@@ -138,12 +167,14 @@ class _Flow:
                 self.early |= {node.target.id} - bound
         elif isinstance(node, ast.Delete):
             names = {one.id for one in node.targets if isinstance(one, ast.Name)}
-            self.early |= names - bound
+            self.early |= names if self._is_sure else names - bound
             self._look([one for one in node.targets if not isinstance(one, ast.Name)], bound)
             return bound - names
         else:
             self._look([node], bound)
-        return bound | _targets(node)
+        if isinstance(node, ast.AnnAssign) and node.value is None:
+            return bound
+        return bound | (_targets(node) - set(_walrus(node)) if self._is_sure else _targets(node))
 
 
 def _both(one: set[str] | None, other: set[str] | None) -> set[str] | None:
@@ -164,6 +195,26 @@ def _walrus(node: ast.AST) -> Iterator[str]:
     for one in ast.walk(node):
         if isinstance(one, ast.NamedExpr) and isinstance(one.target, ast.Name):
             yield one.target.id
+
+
+def _mentioned(node: ast.AST) -> set[str]:
+    """Return the names that ``node``, or what stands in it, looks up or may look up."""
+    found: set[str] = set()
+    for one in ast.walk(node):
+        if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load):
+            found.add(one.id)
+        elif isinstance(one, (ast.Global, ast.Nonlocal)):
+            found |= set(one.names)
+    return found
+
+
+def _is_of_torch(item: ast.withitem) -> bool:
+    """Whether it is `torch.no_grad()` or the like, which lets errors out."""
+    call = item.context_expr
+    of = call.func if isinstance(call, ast.Call) else None
+    while isinstance(of, ast.Attribute):
+        of = of.value
+    return isinstance(of, ast.Name) and of.id == "torch"
 
 
 def _looked_up(node: ast.AST) -> set[str]:

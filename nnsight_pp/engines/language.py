@@ -42,8 +42,9 @@ from nnsight_pp.engines.hf.prompt_batch import (
 )
 from nnsight_pp.engines.hf.prompt_names import PromptNames
 from nnsight_pp.engines.hf.shipping import check_remote, check_ships
-from nnsight_pp.engines.hf.weights import Weights, repoint
+from nnsight_pp.engines.hf.weights import Weights, form_of, is_part, repoint
 from nnsight_pp.engines.local import NNsight
+from nnsight_pp.envoys.module_methods import is_changing
 from nnsight_pp.errors import ConfigurationError, explain
 from nnsight_pp.interleave.worker import running_worker
 from nnsight_pp.trace.call_site import is_entered_by_with
@@ -139,6 +140,21 @@ class LanguageModel(PromptNames, NNsight):
         node = GeneratorEnvoy(self._finished, f"{ROOT}.{_GENERATOR}", self)
         self._children.setdefault(_GENERATOR, node)
         super()._install()
+
+    def _will_change(self, node: Any, name: str) -> None:
+        self.dispatch()  # else the weights that come later would know nothing of it
+
+    def _attribute_of(self, node: Any, name: str, value: Any) -> Any:
+        if is_changing(node._module, name, value):
+            self.dispatch()
+            return getattr(node._module, name)
+        is_known = self.dispatched or running_worker() is not None
+        return value if is_known else form_of(node._module, name, value)
+
+    def _takes(self, node: Any, name: str, value: Any) -> bool:
+        if is_part(node._module, name):
+            self.dispatch()
+        return False
 
     @property
     def attn_implementation(self) -> str | None:

@@ -54,7 +54,7 @@ class EditTracer(BlockStatement, BlockTracer):
         return self if self._second is None else (self, self._second)
 
     def _take(self, block: Block, frame: FrameType) -> None:
-        seen = names_of(frame).look_up(block.reads())
+        seen = names_of(frame).look_up(block.needs())
         assert self._store is not None
         self._store(Edit(block, Names((seen, frame.f_globals))))
 

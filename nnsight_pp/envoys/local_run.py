@@ -254,6 +254,7 @@ def _worker(
         request, invocation.run, filename, slot, saves=invocation.saves, context=context
     )
     worker.seat = number
+    worker.writes_raw = invocation.block.known.writes_raw
     return worker
 
 

@@ -180,7 +180,7 @@ class TreeNode:
         return self.root._attribute_of(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a module on the mirrored module too, and mirror it; else set on this node alone."""
+        """Set a weight on the module, and a module on both; all else on this node alone."""
         if name.startswith("_"):
             object.__setattr__(self, name, value)
             return
@@ -189,6 +189,9 @@ class TreeNode:
             object.__setattr__(self, name, value)  # the usual case: a value is written
             return
         if not is_served(type(self), name) and self.root._takes(self, name, value):
+            return
+        if name in self._module._parameters or name in self._module._buffers:
+            setattr(self._module, name, value)
             return
         if not is_module:
             object.__setattr__(self, name, value)
@@ -199,6 +202,9 @@ class TreeNode:
     def _takes(self, node: TreeNode, name: str, value: Any) -> bool:
         """Whether an attribute set on ``node`` needs no place there; a root may refuse it."""
         return False
+
+    def _will_change(self, node: TreeNode, name: str) -> None:
+        """Take notice that the method ``name`` is to change the module of ``node``."""
 
     def _attribute_of(self, node: TreeNode, name: str, value: Any) -> Any:
         """Return ``value``, found on the module of ``node``; a root may refuse it."""
@@ -286,15 +292,19 @@ class TreeNode:
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast the module as `torch.nn.Module.to` does, and return this node."""
+        self.root._will_change(self, "to")
         self._module.to(*args, **kwargs)
         return self
 
     def cpu(self) -> Any:
         """Move the module to the CPU, and return this node."""
-        return self.to("cpu")
+        self.root._will_change(self, "cpu")
+        self._module.cpu()
+        return self
 
     def cuda(self, device: Any = None) -> Any:
         """Move the module to a GPU, and return this node."""
+        self.root._will_change(self, "cuda")
         self._module.cuda(device)
         return self
 

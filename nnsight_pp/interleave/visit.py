@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
+from nnsight_pp.core.raw_writes import RawWrites
 from nnsight_pp.core.rows import Replacement
 from nnsight_pp.core.tree import leaves
 
@@ -72,6 +73,7 @@ class OpenVisit:
         handed: The value at which the model stands.
         cut: How this request sees it.
         is_whole: Whether the worker was given the value itself.
+        writes_raw: Whether it may edit values in a way that torch does not count.
     """
 
     __slots__ = (
@@ -79,14 +81,18 @@ class OpenVisit:
         "_is_assigned",
         "_is_given",
         "_marks",
+        "_raw",
         "_served",
         "_views",
         "_watched",
         "handed",
     )
 
-    def __init__(self, handed: Handed, cut: Cut, *, is_whole: bool = False) -> None:
+    def __init__(
+        self, handed: Handed, cut: Cut, *, is_whole: bool = False, writes_raw: bool = False
+    ) -> None:
         self.handed = handed
+        self._raw = RawWrites() if writes_raw else None
         self._cut = cut
         self._served: Any = handed.value if is_whole else None
         self._marks: Any = None
@@ -101,6 +107,8 @@ class OpenVisit:
             self._served = self._cut.give(self.handed.value)
             self._marks = self._cut.marks(self._served)
             self._is_given = True
+            if self._raw is not None:
+                self._raw.note(self._served)
         return self._served
 
     def assign(self, value: Any) -> None:
@@ -131,6 +139,8 @@ class OpenVisit:
             put_back: Turns the value into one with the view's edits.
         """
         self._views = [*(self._views or ()), View(name, owner, shown, mark, put_back)]
+        if self._raw is not None:
+            self._raw.note(shown)
 
     def view_of(self, name: object, owner: object) -> tuple[Any] | None:
         """Return what the block was shown as ``name``, in a tuple, or None."""
@@ -146,6 +156,8 @@ class OpenVisit:
 
     def settle(self) -> Any:
         """Put the edits of the block's views into the value, and return it."""
+        if self._raw is not None:
+            self._raw.count()
         views, self._views = self._views, None
         for view in views or ():
             if view.mark is None or view.shown._version != view.mark:
@@ -154,6 +166,8 @@ class OpenVisit:
 
     def commit(self) -> None:
         """Put the worker's edits into what the model goes on with."""
+        if self._raw is not None:
+            self._raw.count()
         if self._views is not None:
             self.settle()
         if self._is_given:
@@ -191,6 +205,8 @@ class OpenVisit:
 
     def was_edited_since(self) -> bool:
         """Whether the value was edited in place since `watch_edits`."""
+        if self._raw is not None:
+            self._raw.count()
         now, watched = _versions(self._served), self._watched or []
         return len(now) != len(watched) or any(
             leaf is not old or version != before

@@ -104,7 +104,7 @@ class Worker:
         "error_at", "failed_at", "filename", "greenlet", "habits", "has_ended", "held_up",
         "is_calling", "is_dropped", "is_relaxed", "loop_depth", "mark", "memo", "near", "pulls",
         "randomness", "reached", "request", "rows_of", "saves", "seat", "slot", "step", "timeline",
-        "trail", "turns", "unshared", "visit", "warnings",
+        "trail", "turns", "unshared", "visit", "warnings", "writes_raw",
     )  # fmt: skip
 
     def __init__(
@@ -162,7 +162,8 @@ class Worker:
         self._echoes: tuple[BaseException, ...] = ()
         # 2n after n asks, 2n + 1 when ask n was refused: the smallest, echoes apart, came first.
         self.failed_at = 0
-        self.has_ended = self.is_dropped = False  # dropped: no answer is kept for it any more
+        # `is_dropped`: no answer is kept for it any more; `writes_raw`: see `core.raw_writes`.
+        self.has_ended = self.is_dropped = self.writes_raw = False
         self.warnings: tuple[str, ...] = ()
         # Whoever gives it the turn makes itself its parent first. None once the block has ended.
         self.greenlet: Any = shell_for(self, self._context)  # its `parent` may be any greenlet

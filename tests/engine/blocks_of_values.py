@@ -410,3 +410,112 @@ def weights_edited_by_a_block_are_its_own(b: Any) -> dict[str, Any]:
         late = ops.mlp(layers[28])
         found = [weights[0], weights[1], late * weights[0]].save()
     return {"found": found}
+
+
+NOTED: list[float] = []
+NUM_NOTED = 0
+
+
+def note(value: Any) -> None:
+    global NUM_NOTED
+    NUM_NOTED += 1
+    NOTED.append(float(value))
+
+
+class Keeper:
+    """Notes what it is given beside itself."""
+
+    def keep(self, value: Any) -> None:
+        note(value)
+
+
+def summing() -> Any:
+    total = 0.0
+
+    def add(value: Any) -> float:
+        nonlocal total
+        total += float(value)
+        return total
+
+    return add
+
+
+@block
+def functions_and_methods_that_change_what_is_around_them(b: Any) -> dict[str, Any]:
+    layers, ops = b.layers, b.ops
+    NOTED.clear()
+    before, keeper, add = NUM_NOTED, Keeper(), summing()
+    with b.trace(PROMPT, steps=2) as tracer:
+        for _ in tracer.iter[:2]:
+            note(ops.mlp(layers[3])[-1, 0])
+            keeper.keep(ops.mlp(layers[20])[-1, 1])
+            add(ops.mlp(layers[24])[-1, 2])
+    return {"noted": [*NOTED], "num": NUM_NOTED - before, "total": add(0)}
+
+
+@block
+def writes_past_the_version_of_a_tensor_around(b: Any) -> dict[str, Any]:
+    layers, ops = b.layers, b.ops
+    names = ("data", "numpy", "array", "detached")
+    kept = {name: torch.zeros(3) for name in names}
+    rows = np.zeros((2, 3))
+    with b.trace(PROMPT):
+        early, late = ops.mlp(layers[3])[0, :3], ops.mlp(layers[20])[0, :3]
+        kept["data"].data[:] = late
+        kept["numpy"].numpy()[1:] = early[1:].detach().numpy()
+        np.asarray(kept["array"])[0] = float(late[0])
+        kept["detached"].detach().copy_(early)
+        rows[1] = late.detach().numpy()
+    return {**kept, "rows": torch.from_numpy(rows)}
+
+
+@block
+def views_of_one_memory_around_the_block(b: Any) -> dict[str, Any]:
+    layers, ops = b.layers, b.ops
+    whole, table = torch.zeros(4, 3), np.zeros((4, 3))
+    row, column = whole[1], table[:, 2]
+    with b.trace(PROMPT):
+        row += ops.mlp(layers[3])[0, :3].detach()
+        column[:] = ops.mlp(layers[20])[0, :4].detach().numpy()
+        seen = (whole.sum(), float(table.sum())).save()
+        whole[1, 0] = 7
+        again = row[0].item().save()
+    return {
+        "whole": whole,
+        "row": row,
+        "table": torch.from_numpy(table),
+        "seen": seen,
+        "again": again,
+    }
+
+
+@block
+def names_of_the_last_run_that_are_bound_first(b: Any) -> dict[str, Any]:
+    layers, ops = b.layers, b.ops
+    found, late = [torch.ones(3)], torch.ones(3)
+    for _ in range(2):
+        with b.trace(PROMPT, steps=2) as tracer:
+            found = [].save()
+            for step in tracer.iter[:2]:
+                if step:
+                    late = late + ops.mlp(layers[20])[-1, :3]
+                found.append(late * 1)
+            late = late.save()
+    return {"found": found, "late": late}
+
+
+@block
+def writes_past_the_version_of_a_value(b: Any) -> dict[str, Any]:
+    layers, ops, model = b.layers, b.ops, b.model
+    with b.trace(PROMPT, steps=2) as tracer:
+        found = [].save()
+        for _ in tracer.iter[:2]:
+            early = ops.mlp(layers[3])
+            early.data[-1] *= 2
+            ops.mlp(layers[5]).detach().numpy()[:] *= 0.5
+            late = ops.mlp(layers[24])
+            late[0] += early[-1]
+            late.data[-1] = early.detach().numpy()[-1, 0].item()
+            np.asarray(ops.mlp(layers[26]).detach())[-1, :7] = 0.25
+            found.append((late.sum(), early[-1], ops.logits(model)))
+    return {"found": found}

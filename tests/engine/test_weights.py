@@ -20,7 +20,7 @@ import torch
 
 from engine.backends import PROMPT, SHORT, Engine
 from fakes.models import make_tiny, make_tiny_qwen2
-from nnsight_pp import NotSupportedError
+from nnsight_pp import VLLM, NotSupportedError
 
 Q, K, W = 128, 64, 256
 # By its name: the edit of the engine, and of a model in this process.
@@ -288,3 +288,42 @@ def test_weights_of_experts(mixture: tuple[Engine, Path]) -> None:
         engine.model.trace(PROMPT, max_tokens=1),
     ):
         size = experts.w2_weight.norm().save()
+
+
+# What would change the client's tree, and nothing that runs.
+CHANGES = {
+    "to": "E.to(torch.float16)",
+    "to of a part": "E.layers[0].mlp.to('cpu')",
+    "cpu": "E.cpu()",
+    "cuda": "E.cuda()",
+    "half": "E.half()",
+    "float": "E.layers[0].float()",
+    "train": "E.train()",
+    "load_state_dict": "E.load_state_dict({})",
+    "requires_grad_": "E.requires_grad_(False)",
+    "register_forward_hook": "E.layers[0].register_forward_hook(print)",
+    "layers.append": "E.layers.append(torch.nn.Identity())",
+    "layers.0.mlp was set": "E.layers[0].mlp = torch.nn.Identity()",
+    "adapter was set": "E.layers[0].adapter = torch.nn.Identity()",
+    "eps was set": "E.norm.variance_epsilon = 0.1",
+    "was assigned": "E.norm.weight = torch.nn.Parameter(torch.ones(128))",
+}
+
+
+@pytest.fixture(scope="module")
+def unstarted(tiny_qwen2_path: Path) -> Any:
+    return VLLM(str(tiny_qwen2_path), dtype="float32").model
+
+
+@pytest.mark.parametrize("words", CHANGES)
+def test_what_would_change_the_tree_alone_is_refused(words: str, unstarted: Any) -> None:
+    with pytest.raises(NotSupportedError) as error:
+        exec(CHANGES[words], {"E": unstarted, "torch": torch})
+    assert words.split(" of ")[0].replace("eps", "variance_epsilon") in str(error.value)
+
+
+def test_a_tree_is_in_the_mode_of_inference(unstarted: Any) -> None:
+    assert unstarted.layers[0].eval() is unstarted.layers[0]
+    assert unstarted.train(False) is unstarted
+    unstarted.layers[0].note = "mine"
+    assert unstarted.layers[0].note == "mine"

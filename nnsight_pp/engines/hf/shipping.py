@@ -64,7 +64,7 @@ def check_ships(root: Envoy, known: Sequence[Any], invocations: Sequence[Invocat
         return next((("known", str(n)) for n, one in enumerate(known) if one is obj), None)
 
     for one in invocations:
-        names = one.names.look_up(one.block.reads())
+        names = one.names.look_up(one.block.needs())
         try:
             data = encode_block(BlockMessage(LOCAL, one.block, names), name_of)
             # What is made of the root again needs the root; nothing else is looked at.

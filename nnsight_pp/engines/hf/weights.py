@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any, final
 
+import torch
+
 from nnsight_pp.core.location import ROOT
 from nnsight_pp.envoys.operations import source_of
 from nnsight_pp.envoys.serve_point import ServePoint
 
 if TYPE_CHECKING:
-    import torch
-
     from nnsight_pp.engines.hf.checkpoint import Checkpoint
 
 
@@ -66,3 +66,19 @@ def _has_source(node: Any) -> bool:
     """Tell whether the operations inside the module of ``node`` are places in the tree."""
     point = vars(node._module).get("forward")
     return isinstance(point, ServePoint) and point.body is not None
+
+
+def is_part(module: torch.nn.Module, name: str) -> bool:
+    """Whether ``name`` is a module in ``module``, or one of its weights."""
+    return name in {**module._modules, **module._parameters, **module._buffers}
+
+
+def form_of(module: torch.nn.Module, name: str, value: Any) -> Any:
+    """Return ``value``, found on ``module``; of a weight that is not loaded, what it looks like.
+
+    Torch refuses to edit that.
+    """
+    if not isinstance(value, torch.Tensor) or not value.is_meta or not is_part(module, name):
+        return value
+    with torch.inference_mode():
+        return torch.empty_like(value)

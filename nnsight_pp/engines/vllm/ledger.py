@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from nnsight_pp.core.block import Scope
+from nnsight_pp.core.raw_writes import WORDS
 from nnsight_pp.core.report import Report
 from nnsight_pp.core.rows import TokenCut, WholeCut
 from nnsight_pp.core.saved import SavedSet
@@ -18,7 +19,7 @@ from nnsight_pp.engines.vllm.company import BesideBlock, Company, cut_prompt
 from nnsight_pp.engines.vllm.outer import Before, change_of, is_outer, states_of
 from nnsight_pp.engines.vllm.residents import Residents, edited
 from nnsight_pp.errors import EarlyStopException, InternalError, NotSupportedError
-from nnsight_pp.interleave.randomness import Randomness, draws_of
+from nnsight_pp.interleave.randomness import Randomness, draws_of, mentions
 from nnsight_pp.interleave.timeline import Timeline
 from nnsight_pp.interleave.worker import Worker
 from nnsight_pp.trace.names import SiblingNames
@@ -195,6 +196,7 @@ class Ledger:
                 numpy=draws.numpy,
             ),
         )
+        traced.worker.writes_raw = mentions(code, message.names, WORDS)
         traced.worker.seat = traced.seat
         traced.worker.rows_of = traced.rows_of
         return traced.worker

@@ -5,10 +5,12 @@ from the copy as it was before, shipped with the report, and made on the user's 
 stands in another (in a list or dict, as an attribute) is named by its path there, as that was when
 the block began.
 
-Objects with attributes are looked into, those of torch's modules too; not what the model or its
-libraries own. An object of a library that says itself what is pickled of it (an iterator, a table)
-cannot be looked into: where it is another one after the block, that is refused. Generators of
-random numbers come home where they stand.
+Objects with attributes are looked into, those of torch's modules too, and the user's functions with
+the names that they see; not what the model or its libraries own. An object of a library that says
+itself what is pickled of it (an iterator, a table) cannot be looked into: where it is another one
+after the block, that is refused. Generators of random numbers come home where they stand. Of
+tensors and arrays a checksum is kept, not a copy: a write through `.data` or `.numpy()` is not in
+a tensor's version. `homecoming` makes the changes at home.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
+import zlib
 from collections import deque
 from enum import Enum
 from types import (
@@ -31,6 +34,7 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import torch
 
+from nnsight_pp.core.meaning import all_codes
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.envoys.tree_node import TreeNode
 from nnsight_pp.errors import NotSupportedError, explain
@@ -50,7 +54,7 @@ def _is_tensor(value: Any) -> bool:
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 # Never changed by a block, or the same on every side.
 _LEFT_ALONE = (
-    *(Enum, FunctionType, BuiltinFunctionType, MethodType, ModuleType, CodeType),
+    *(Enum, BuiltinFunctionType, ModuleType, CodeType),
     *(frozenset, range, slice, np.generic, RemoteValue, TreeNode),
 )
 # What these hold is the model's, or a stand-in for it.
@@ -64,13 +68,21 @@ class Field(str):
     __slots__ = ()
 
 
+@final
+class Seen(str):
+    """A name that a function sees from around itself, in a path."""
+
+    __slots__ = ()
+
+
 class Before(NamedTuple):
     """One object as it was before the block.
 
     Attributes:
-        path: The indices, keys and `Field`s that lead to it, from what the name stands for.
+        path: What leads to it from what the name stands for: indices, keys, `Field`s and names
+            that a function has `Seen`.
         now: The object, which the block may change.
-        was: A copy of what is compared, the version of a tensor.
+        was: A copy of what is compared, or the checksum of a tensor or an array.
     """
 
     path: tuple[Any, ...]
@@ -110,8 +122,15 @@ def _note(value: Any, path: tuple[Any, ...], known: set[int], states: list[Befor
     elif issubclass(kind, (list, tuple, deque)):
         members = list(enumerate(value))
     elif type(was) is _Fields:
-        _note(kind, path, known, states)  # where it has attributes of its own
+        _note(kind, (*path, Field("__class__")), known, states)
         members = [(Field(name), member) for name, member in was.items()]
+    elif type(was) is _Around:
+        members = [(Seen(name), member) for name, member in was.items()]
+    elif issubclass(kind, type) and was is not None:
+        methods = [(name, one) for name, one in vars(value).items() if type(one) is FunctionType]
+        members = [(Field(name), one) for name, one in methods]
+    elif issubclass(kind, MethodType):
+        members = [(Field("__self__"), value.__self__), (Field("__func__"), value.__func__)]
     else:
         return
     for place, member in members:
@@ -123,6 +142,19 @@ class _Fields(dict[str, Any]):
     """The attributes of an object."""
 
 
+class _Around(dict[str, Any]):
+    """The names that a function sees from around itself."""
+
+
+class _Content(NamedTuple):
+    """What a tensor or an array holds, but for which of 4 billion contents it is."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    version: int
+    checksum: int
+
+
 class _Pickled(bytes):
     """What is pickled of an object."""
 
@@ -130,12 +162,16 @@ class _Pickled(bytes):
 def _state(value: Any, kind: type) -> Any:
     """Return what tells later whether ``value`` has changed; None where nothing can be told."""
     if issubclass(kind, torch.Tensor):
-        return value._version
+        return _content_of_tensor(value)
     if issubclass(kind, type):
         return _pickled(value) if _is_of_the_user(value) else None
+    if issubclass(kind, np.ndarray) and not value.dtype.hasobject:
+        return _content_of_array(value)
     if issubclass(kind, (list, dict, set, deque, bytearray, np.ndarray)):
         return value.copy()
-    if issubclass(kind, tuple):
+    if issubclass(kind, FunctionType):
+        return around_of(value) if _is_of_the_user(value) else None
+    if issubclass(kind, (tuple, MethodType)):
         return None
     package = kind.__module__.partition(".")[0]
     if package in _PACKAGES and not issubclass(kind, (torch.nn.Module, torch.Generator)):
@@ -143,10 +179,38 @@ def _state(value: Any, kind: type) -> Any:
     is_known = issubclass(kind, (SimpleNamespace, torch.nn.Module)) or _is_of_the_user(kind)
     if _pickles_itself(kind) and not is_known:
         return _pickled(value)
-    return _fields_of(value) if _has_fields(value) else _pickled(value)
+    return fields_of(value) if _has_fields(value) else _pickled(value)
 
 
-def _is_of_the_user(kind: type) -> bool:
+def _content_of_tensor(value: torch.Tensor) -> _Content:
+    checksum = 0
+    if value.layout is torch.strided and not value.is_meta:
+        # Not a copy, where it lies in this process in one piece.
+        whole = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        checksum = zlib.crc32(whole.view(-1).view(torch.uint8).numpy())
+    return _Content(tuple(value.shape), value.dtype, value._version, checksum)
+
+
+def _content_of_array(value: Any) -> _Content:
+    is_plain = type(value) is np.ndarray and value.flags.c_contiguous and value.dtype.itemsize
+    data = value.reshape(-1).view(np.uint8) if is_plain else value.tobytes()
+    return _Content(value.shape, value.dtype, 0, zlib.crc32(data))
+
+
+def around_of(function: FunctionType) -> _Around:
+    """Return what the names stand for that ``function`` takes from around itself."""
+    names = {name for code in all_codes(function.__code__) for name in code.co_names}
+    found = _Around((name, one) for name, one in function.__globals__.items() if name in names)
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    for name, cell in cells:
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:
+            found.pop(name, None)  # not bound
+    return found
+
+
+def _is_of_the_user(kind: Any) -> bool:
     module = sys.modules.get(kind.__module__)
     return module is None or kind.__module__ == "__main__" or is_users(module)
 
@@ -174,7 +238,8 @@ def _is_descriptor(kind: type) -> bool:
     return any("__get__" in one.__dict__ for one in kind.__mro__)
 
 
-def _slots_of(kind: type) -> list[str]:
+def slots_of(kind: type) -> list[str]:
+    """Return the names of the attributes that objects of ``kind`` have in slots."""
     found = []
     for one in kind.__mro__:
         slots = one.__dict__.get("__slots__", ())
@@ -185,13 +250,13 @@ def _slots_of(kind: type) -> list[str]:
 
 
 def _has_fields(value: Any) -> bool:
-    return bool(_slots_of(type(value))) or getattr(value, "__dict__", None) is not None
+    return bool(slots_of(type(value))) or getattr(value, "__dict__", None) is not None
 
 
-def _fields_of(value: Any) -> _Fields:
+def fields_of(value: Any) -> _Fields:
     """Return the attributes that an object has of its own."""
     found = _Fields(getattr(value, "__dict__", ()))
-    for name in _slots_of(type(value)):
+    for name in slots_of(type(value)):
         try:
             found[name] = object.__getattribute__(value, name)
         except AttributeError:
@@ -214,8 +279,8 @@ def _change(before: Any, after: Any) -> Any:
 
     A list: ``("list", {index: item}, tail)``, or ``("list=", items)`` when it got shorter.
     """
-    if isinstance(after, torch.Tensor):
-        return ("tensor", after) if after._version != before else None
+    if isinstance(before, _Content):
+        return _change_of_content(before, after)
     if isinstance(after, list):
         if len(after) < len(before):
             return ("list=", list(after))
@@ -238,8 +303,9 @@ def _change(before: Any, after: Any) -> Any:
         return _change_of_array(before, after)
     if type(before) is _Pickled:
         return None if _pickled(after) in (before, None) else ("drawn", _state_of_drawing(after))
-    changed, gone = _changed(before, _fields_of(after))
-    return ("fields", changed, gone) if changed or gone else None
+    is_function = type(before) is _Around
+    changed, gone = _changed(before, around_of(after) if is_function else fields_of(after))
+    return ("around" if is_function else "fields", changed, gone) if changed or gone else None
 
 
 def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> tuple[dict[Any, Any], list[Any]]:
@@ -254,14 +320,21 @@ def _is(one: Any, other: Any) -> bool:
     return one is other
 
 
+def _change_of_content(before: _Content, after: Any) -> Any:
+    is_tensor = isinstance(after, torch.Tensor)
+    if (before.shape, before.dtype) != (tuple(after.shape), after.dtype):
+        raise unknown(after)
+    if is_tensor and after._version != before.version:
+        return ("tensor", after)
+    now = _content_of_tensor(after) if is_tensor else _content_of_array(after)
+    return None if now == before else ("tensor" if is_tensor else "array", after)
+
+
 def _change_of_array(before: Any, after: Any) -> Any:
+    """Return how an array of objects has changed."""
     if before.shape != after.shape or before.dtype != after.dtype:
-        raise _unknown(after)
-    if before.dtype.hasobject:
-        is_same = all(map(_is, before.flat, after.flat))
-    else:
-        is_same = before.tobytes() == after.tobytes()
-    return None if is_same else ("array", after)
+        raise unknown(after)
+    return None if all(map(_is, before.flat, after.flat)) else ("array", after)
 
 
 def _state_of_drawing(value: Any) -> Any:
@@ -272,10 +345,11 @@ def _state_of_drawing(value: Any) -> Any:
         return value.bit_generator.state
     if isinstance(value, torch.Generator):
         return value.get_state()
-    raise _unknown(value)
+    raise unknown(value)
 
 
-def _unknown(value: Any) -> NotSupportedError:
+def unknown(value: Any) -> NotSupportedError:
+    """Return the error for a change of ``value`` that cannot be brought home."""
     is_class = issubclass(type(value), type)
     kind, what = (value, "The class") if is_class else (type(value), "A")
     what += f" {kind.__module__}.{kind.__qualname__}"
@@ -287,73 +361,3 @@ def _unknown(value: Any) -> NotSupportedError:
             "object, not of its class.",
         )
     )
-
-
-def located(target: Any, changes: list[tuple[tuple[Any, ...], Any]]) -> list[tuple[Any, Any]]:
-    """Return the client's objects behind ``target`` that have changed, each with its change.
-
-    Call it for all names before anything is changed: a change may move what another path leads to.
-    """
-    found = []
-    for path, change in changes:
-        one = target
-        for place in path:
-            try:
-                one = _fields_of(one)[place] if type(place) is Field else one[place]
-            except (KeyError, IndexError) as error:  # made when the copy was unpickled
-                raise _unknown(one) from error
-        found.append((one, change))
-    return found
-
-
-def make_change(target: Any, change: Any) -> None:
-    """Make on the client's object the change that a block made on a rank's copy of it."""
-    kind, *parts = change
-    if kind == "tensor":
-        with torch.no_grad():
-            target.copy_(parts[0])
-    elif kind == "array":
-        target[...] = parts[0]
-    elif kind == "list=":
-        target[:] = parts[0]
-    elif kind == "list":
-        for index, item in parts[0].items():
-            target[index] = item
-        target.extend(parts[1])
-    elif kind == "dict":
-        for key, item in parts[0].items():  # a counter's `update` would add
-            target[key] = item
-        for key in parts[1]:
-            target.pop(key, None)
-    elif kind == "fields":
-        _set_fields(target, *parts)
-    elif kind == "drawn":
-        _go_on_drawing(target, parts[0])
-    else:
-        target.clear()
-        target.extend(parts[0]) if kind == "items" else target.update(parts[0])
-
-
-def _go_on_drawing(target: Any, state: Any) -> None:
-    """Let a generator of random numbers go on where the rank's copy of it has stopped."""
-    if isinstance(target, np.random.Generator):
-        target.bit_generator.state = state
-    elif isinstance(target, torch.Generator):
-        target.set_state(state)
-    else:
-        target.setstate(state)
-
-
-def _set_fields(target: Any, changed: dict[str, Any], gone: list[str]) -> None:
-    """Set and remove attributes as they were found: past properties, also of what is frozen."""
-    own, slots = getattr(target, "__dict__", {}), _slots_of(type(target))
-    for name, value in changed.items():
-        if name in slots:
-            object.__setattr__(target, name, value)
-        else:
-            own[name] = value
-    for name in gone:
-        if name in slots:
-            object.__delattr__(target, name)
-        else:
-            own.pop(name, None)

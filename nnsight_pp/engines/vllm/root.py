@@ -14,6 +14,7 @@ from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.tree import map_leaves, own_copy
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.engine_weights import EngineWeight
+from nnsight_pp.engines.vllm.tree_methods import changed, check_set, method_of, set_in_block
 from nnsight_pp.envoys.envoy import Envoy, unsupported
 from nnsight_pp.envoys.gate import Gate
 from nnsight_pp.envoys.standard_lens import Flat
@@ -33,17 +34,6 @@ if TYPE_CHECKING:
     from nnsight_pp.envoys.renaming import Spelling
     from nnsight_pp.parallel.joined import Parts
     from nnsight_pp.parallel.parts import Columns
-
-
-# Methods of a torch module that hand out its weights, or change them.
-_WEIGHT_METHODS = frozenset(
-    [
-        *("parameters", "named_parameters", "get_parameter", "buffers", "named_buffers"),
-        *("get_buffer", "state_dict", "load_state_dict", "apply", "zero_grad", "to_empty"),
-        *("half", "float", "double", "bfloat16", "type", "requires_grad_"),
-        *("register_parameter", "register_buffer"),
-    ]
-)
 
 
 class VLLMTree(StandardNames, Envoy):
@@ -169,7 +159,7 @@ class VLLMTree(StandardNames, Envoy):
         """Give a block a weight as a value of its own: pulled when it is used, never shared."""
         worker = running_worker()
         if not isinstance(value, torch.Tensor):
-            return self._method_of(node, name, value)
+            return method_of(node, name, value, None if worker else self._weights, _line())
         if worker is None:
             return self._weight_outside(node, name, value)
         assert worker.turns is not None
@@ -206,40 +196,18 @@ class VLLMTree(StandardNames, Envoy):
             return _shape_only(value)
         return self._weights.weight(Location(node.path, name), value)
 
-    def _method_of(self, node: TreeNode, name: str, value: Any) -> Any:
-        """Return ``value``, unless it hands out or changes the weights of ``node``'s module."""
-        if getattr(value, "__self__", None) is not node._module or name not in _WEIGHT_METHODS:
-            return value
-        if running_worker() is None and self._weights is not None:
-            if name == "named_parameters":
-                return lambda *a, **k: self._weights.named(node, *a, **k)
-            if name == "parameters":
-                return lambda recurse=True: (
-                    one for _, one in self._weights.named(node, recurse=recurse)
-                )
-        raise NotSupportedError(
-            explain(
-                f"{node.path}.{name} was asked for.",
-                where=_line(),
-                why="The weights are on the ranks, and each holds only a part of them.",
-                todo="Take a weight by its name, such as `module.weight`; between the traces, "
-                "`named_parameters()` has all names.",
-            )
-        )
+    def _will_change(self, node: TreeNode, name: str) -> None:
+        raise changed(node, name, _line())
 
     def _takes(self, node: Envoy, name: str, value: Any) -> bool:
-        """Refuse new attributes in a block: the tree is shared by all requests."""
+        """Refuse what would only be set on the tree; in a block all, as requests share it."""
         worker = running_worker()
         if worker is not None:
-            raise NotSupportedError(
-                explain(
-                    f"{node.path}.{name} was set inside a block.",
-                    where=worker.where(),
-                    why="The model on an engine is shared by every request.",
-                    todo="Use a variable of the block, or assign to .output or .input.",
-                )
-            )
-        return self._weights is not None and self._weights.takes(node, name, value)
+            raise set_in_block(node, name, worker.where())
+        if self._weights is not None and self._weights.takes(node, name, value):
+            return True
+        check_set(node, name, value)
+        return False
 
     def _call_from_block(self, node: Envoy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``node`` on the stage that holds it; nothing in the call is served."""

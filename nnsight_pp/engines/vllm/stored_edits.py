@@ -16,7 +16,7 @@ import torch
 
 from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
-from nnsight_pp.engines.vllm.outer import located, make_change
+from nnsight_pp.engines.vllm.homecoming import located, make_change
 from nnsight_pp.engines.vllm.root import name_of
 from nnsight_pp.engines.vllm.sequences import merged
 from nnsight_pp.envoys.cache_view import CacheView
@@ -126,7 +126,7 @@ class RequestEdits:
         messages = []
         for number, edit in enumerate(edits):
             seed = int(torch.randint(1 << 62, ()).item())
-            names = edit.names.look_up(edit.block.reads())
+            names = edit.names.look_up(edit.block.needs())
             name = f"{trace} edit {number}"
             messages.append(
                 BlockMessage(name, edit.block, names, (), torch.is_grad_enabled(), seed)

@@ -6,7 +6,9 @@ import ast
 import textwrap
 
 import pytest
+import torch
 
+from nnsight_pp.core.block import Block, Scope
 from nnsight_pp.core.sharing import uses_of
 
 EARLY = {
@@ -84,3 +86,85 @@ def test_what_is_handed_to_a_function_may_be_changed_there():
     )
     assert uses.handed >= {"rows", "names", "third"}
     assert "other" not in uses.handed
+
+
+# What may be looked up of `a`, `b` and `c`, which are bound somewhere in each text.
+NEEDED = {
+    "bound first": ("a = 1\nb = a\nc = a + b", ""),
+    "looked up first": ("b = a\na = 1\nc = 2", "a"),
+    "by its own value": ("a = a + 1\nb = c = 2\nb, c", "a"),
+    "changed in place": ("a += 1\nb = c = 2\nb, c", "a"),
+    "an item set first": ("a[0] = 1\na = b = c = 2\na, b, c", "a"),
+    "a loop may run no turn": ("for a in rows:\n    b = a\n    c = b\na, b, c", "abc"),
+    "inside of a loop": ("for a in rows:\n    b = a\n    c = b", ""),
+    "of the turn before": ("for a in rows:\n    if c: b = 1\n    c = a", "c"),
+    "an item as the target of a loop": ("for a[0] in rows:\n    b = c = 1\na = b + c", "abc"),
+    "while": ("while rows:\n    a = b = rows.pop()\nelse:\n    c = 1\na, b, c", "abc"),
+    "one branch": ("if rows:\n    a = b = 1\nelse:\n    b = 2\nc = b\na", "a"),
+    "both branches": ("if rows:\n    a = 1\nelse:\n    a = 2\nb = a\nc = b", ""),
+    "a branch that raises": ("if rows:\n    a = 1\nelse:\n    raise E\nb = a\nc = b", ""),
+    "a `try` that may fail": ("try:\n    a = f()\nexcept E as b:\n    c = b\na, c", "abc"),
+    "a `try` that is over": ("try:\n    a = f()\nfinally:\n    b = 1\nc = a, b", ""),
+    "looked up in `finally`": ("try:\n    a = b = f()\nfinally:\n    a\nc = b\nc", "a"),
+    "a `with` that may go on": ("with f() as a:\n    b = a\nc = b", "b"),
+    "a mode of torch": ("with torch.no_grad():\n    a = b = 1\nc = a, b", ""),
+    "deleted": ("a = 1\ndel a\na\nb = 1\nc = b", "a"),
+    "deleted at the next turn": ("a = b = 1\nfor c in rows:\n    a, b\n    del a", "a"),
+    "in a function that is called later": ("def f():\n    return a\na = f()\nb = c = 1", "a"),
+    "in a function, bound before": ("a = b = 1\ndef f(c):\n    return a, b, c", ""),
+    "bound by a function": ("def f():\n    global a\n    a = 1\nf()\na\nb = c = 1", "a"),
+    "in a lambda": ("f = lambda: a\na = 1\nb = c = f()", "a"),
+    "in a comprehension": ("a = [b for c in rows]\nb = c = 1\nb, c", "b"),
+    "a comprehension's own": ("a = [b for b in rows]\na, [c for c in a]", ""),
+    "in a class": ("class f:\n    a = a\na = b = c = 1", "a"),
+    "in the text of a format": ("a = f'{b!r:{c}}'\nb = c = a", "bc"),
+    "an expression that may be left out": ("rows and (a := 1)\nb = a\nc = b", "a"),
+    "annotated only": ("a: int\nb = a\na = c = 1\nc", "a"),
+    "imported": ("import a\nfrom f import b as c\na, c\nb = 1", ""),
+    "by a pattern": ("match rows:\n    case [a, *b]:\n        c = a, b\nc", "c"),
+    "names that no text shows": ("a = 1\na\nb = c = locals()['a']\nb, c", "abc"),
+    "names that a text may show": ("a = 1\nb = eval('a')\nc = a, b\nc", "abc"),
+}
+
+
+@pytest.mark.parametrize("name", NEEDED)
+def test_names_that_a_block_needs_from_around_it(name: str):
+    text, wanted = NEEDED[name]
+    block = Block("cell.py", 5, textwrap.indent(text, "    ") + "\n", "run")
+    assert {*"abc"} & block.reads() & block.needs() == {*wanted}
+
+
+class Entered:
+    """Stands for a value of each kind; as a `with`, goes on behind an error."""
+
+    def __repr__(self) -> str:
+        return "Entered"
+
+    def __enter__(self) -> int:
+        return 1
+
+    def __exit__(self, *_: object) -> bool:
+        return True
+
+
+def outcome(block: Block, around: dict[str, object]) -> tuple[dict[str, str], str]:
+    """Return what ``block`` binds where it sees ``around``, and what it raises."""
+    scope, raised = Scope(around), ""
+    try:
+        exec(block.code(), scope)
+    except Exception as error:
+        raised = repr(error)
+    return {name: repr(scope[name]) for name in "abc" if name in scope}, raised
+
+
+@pytest.mark.parametrize("rows", [[], [1], [[1, 2], 3]], ids=str)
+@pytest.mark.parametrize("name", NEEDED)
+def test_a_block_does_the_same_without_the_names_that_it_does_not_need(name: str, rows: list[int]):
+    block = Block("cell.py", 5, textwrap.indent(NEEDED[name][0], "    ") + "\n", "run")
+
+    def around(names: frozenset[str]) -> dict[str, object]:
+        outer = {"a": [10], "b": [20], "c": [30]}
+        known: dict[str, object] = {key: value for key, value in outer.items() if key in names}
+        return {"rows": [*rows], "f": Entered, "E": ValueError, "torch": torch, **known}
+
+    assert outcome(block, around(block.needs())) == outcome(block, around(block.reads()))

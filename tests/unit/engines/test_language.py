@@ -453,3 +453,41 @@ def test_nothing_is_shown_or_warned_about_off_a_terminal(folder, capfd):
         model = LanguageModel(folder, dispatch=True)
         model.generate(PROMPT, max_new_tokens=2)
     assert capfd.readouterr().err == ""
+
+
+# -- changes before the weights are there ----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.half(),
+        lambda model: model.to(torch.float16),
+        lambda model: model.transformer.h[1].half(),
+        lambda model: model.requires_grad_(False),
+        lambda model: setattr(model.transformer.h[1], "mlp", torch.nn.Identity()),
+        lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(torch.ones(3, 3))),
+    ],
+    ids=["half", "to", "a part", "requires_grad_", "a module set", "a weight set"],
+)
+def test_a_change_before_the_weights_are_there_is_made_on_them(change, folder):
+    model, loaded = LanguageModel(str(folder)), LanguageModel(str(folder), dispatch=True)
+    change(model)
+    change(loaded)
+    assert model.dispatched
+
+    def facts(of):
+        named = of._module.named_parameters()
+        return [(name, one.dtype, one.shape, one.requires_grad, one.device) for name, one in named]
+
+    assert facts(model) == facts(loaded)
+    assert str(model._module) == str(loaded._module)
+
+
+def test_a_weight_that_is_not_there_yet_shows_its_form_and_is_not_edited(folder):
+    model = LanguageModel(str(folder))
+    weight = model.transformer.h[0].mlp.c_fc.weight
+    assert weight.shape == causal_model().transformer.h[0].mlp.c_fc.weight.shape
+    with pytest.raises(RuntimeError, match="inference tensor"), torch.no_grad():
+        weight[:] = 0
+    assert not model.dispatched

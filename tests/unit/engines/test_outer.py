@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import random
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import cloudpickle
 import numpy as np
 import pytest
 import torch
 
-from nnsight_pp.engines.vllm.outer import change_of, located, make_change, states_of
+from nnsight_pp.core.block import Block
+from nnsight_pp.engines.vllm.homecoming import located, make_change
+from nnsight_pp.engines.vllm.outer import change_of, states_of
 from nnsight_pp.errors import NotSupportedError
+from nnsight_pp.wire.block_codec import BlockMessage, decode_block, encode_block
 
 
 def brought_home(names: dict[str, Any], block: str) -> dict[str, Any]:
     """Run ``block`` on a copy of ``names``, as a rank does; return ``names`` with its changes."""
-    theirs = pickle.loads(cloudpickle.dumps(names))
+    message = BlockMessage("t", Block("user.py", 3, "    pass\n", "run"), names)
+    theirs = decode_block(encode_block(message, lambda obj: None), lambda name: None).names
     states = states_of(theirs, set())
     exec(block, {}, theirs)
     changes = [
@@ -240,6 +242,96 @@ def test_what_unpickling_has_made_is_refused():
     one = Made()
     with pytest.raises(NotSupportedError, match="Made from around the block"):
         brought_home({"one": one}, "one.rows.append(1)")
+
+
+def counter() -> Any:
+    number = 0
+
+    def step() -> int:
+        nonlocal number
+        number += 1
+        return number
+
+    return step
+
+
+SEEN: list[int] = []
+NUM_SEEN = 0
+
+
+def look(value: int) -> None:
+    global NUM_SEEN
+    NUM_SEEN += 1
+    SEEN.append(value)
+
+
+@pytest.mark.parametrize(
+    ("names", "block"),
+    [
+        ({"look": look}, "look(3)"),
+        ({"looks": [look]}, "looks[0](3)"),
+    ],
+)
+def test_what_a_function_of_the_user_changes_around_itself(names: Any, block: str):
+    before, number = [*SEEN], NUM_SEEN
+    brought_home(names, block)
+    assert [*before, 3] == SEEN
+    assert number + 1 == NUM_SEEN
+
+
+def test_what_a_closure_counts_goes_on_at_home():
+    step = counter()
+    brought_home({"step": step}, "step(); step()")
+    assert step() == 3
+
+
+RAW = {
+    ".data": "one.data[1] = 5",
+    ".numpy()": "one.numpy()[1] = 5",
+    ".detach()": "one.detach()[1] = 5",
+    "numpy": "np.asarray(one)[1] = 5",
+    "a view of it": "one.data.view(3, 1).T[0, 1] = 5",
+    "another one's data": "one.data = torch.tensor([0.0, 5.0, 0.0])",
+    "set_": "one.set_(torch.tensor([0.0, 5.0, 0.0]))",
+    "no_grad": "with torch.no_grad(): one.copy_(torch.tensor([0.0, 5.0, 0.0]))",
+}
+
+
+@pytest.mark.parametrize("how", RAW)
+def test_a_tensor_is_edited_past_its_version(how: str):
+    tensor = torch.zeros(3)
+    brought_home({"one": tensor, "torch": torch, "np": np}, RAW[how])
+    assert tensor.tolist() == [0.0, 5.0, 0.0]
+
+
+def test_a_column_and_a_small_float_are_edited_past_their_version():
+    column, small = torch.zeros(3, 2)[:, 1], torch.zeros(3, dtype=torch.bfloat16)
+    brought_home({"one": column, "two": small}, "one.data[1] = 5; two.data[1] = 5")
+    assert column.tolist() == small.tolist() == [0.0, 5.0, 0.0]
+
+
+@pytest.mark.parametrize("edit", ["one.data = one.data.half()", "one.resize_(2)"])
+def test_a_tensor_of_another_shape_or_dtype_is_refused(edit: str):
+    with pytest.raises(NotSupportedError, match="was changed by it"):
+        brought_home({"one": torch.zeros(3)}, edit)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.zeros((3, 2), order="F"),
+        np.zeros(3, dtype="datetime64[s]"),
+        np.zeros(3, dtype=[("x", "f4"), ("y", "S0")]),
+        np.ma.masked_array(np.zeros(3)),
+        np.array([None, {1}, 2]),
+        np.zeros((0, 3)),
+        np.array(3.0),
+    ],
+    ids=str,
+)
+def test_an_array_of_any_kind_that_has_not_changed(array: Any):
+    states = states_of({"one": array}, set())
+    assert [change_of(before) for before in states.values()] == [[]]
 
 
 class Made:

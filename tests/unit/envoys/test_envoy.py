@@ -306,3 +306,18 @@ def test_dropped_tree_is_freed_without_the_collector():
         assert ref() is None
     finally:
         gc.enable()
+
+
+def test_a_weight_that_is_set_is_set_on_the_module():
+    model = NNsight(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+    weight, mean = torch.nn.Parameter(torch.ones(2, 2)), torch.full((2,), 3.0)
+    model[0].weight = weight
+    model[1].running_mean = mean
+    assert model[0].weight is model._module[0].weight is weight
+    assert model._module[1].running_mean is mean
+    with torch.no_grad():
+        model[0].weight *= 2
+    assert model[0].weight is weight
+    assert weight.sum() == 8
+    with pytest.raises(TypeError):
+        model[0].weight = torch.ones(2, 2)

@@ -3,10 +3,11 @@ import sys
 import pytest
 import torch
 
-from nnsight_pp.core.block import Scope
+from nnsight_pp.core.block import Block, Scope
 from nnsight_pp.trace.deliver import deliver, local_names
 from nnsight_pp.trace.mount import mount_save, savable
-from nnsight_pp.trace.names import names_of
+from nnsight_pp.trace.names import Names, names_of
+from nnsight_pp.wire.block_codec import BlockMessage, encode_block
 
 module_name = "of the module"
 
@@ -116,3 +117,17 @@ def test_served_value_of_any_type_can_be_saved():
     assert callable(savable(Output()).save)
     assert savable(Own()).save() == "its own"
     assert not hasattr(object(), "save")
+
+
+def test_a_cell_that_is_run_again_takes_along_nothing_of_its_last_run():
+    text = "    found = []\n    rows = [found, bias]\n    for row in rows:\n        last = row\n"
+    block = Block("cell.py", 2, text, "<module>")
+    bias, large = torch.ones(3), torch.ones(1_000_000)
+    around = {"found": [large], "rows": [large], "row": large, "last": large, "bias": bias}
+
+    def num_bytes(names):
+        message = BlockMessage("t", block, Names((around,)).look_up(names))
+        return len(encode_block(message, lambda obj: None))
+
+    assert num_bytes(block.reads()) > 4_000_000
+    assert num_bytes(block.needs()) < 2_000

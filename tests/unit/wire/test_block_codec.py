@@ -6,6 +6,7 @@ import textwrap
 import threading
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 
@@ -153,3 +154,34 @@ def test_exception_class_of_a_users_module_comes_back_as_the_same_class(user_mod
     error = exception_of(pickle.loads(done.stdout))
     assert type(error) is user_module.OwnError
     assert (str(error), error.code) == ("from the rank", 9)
+
+
+def test_tensors_that_share_memory_share_it_there():
+    whole = torch.zeros(2, 3)
+    back = shipped({"row": whole[1], "whole": whole, "turned": [whole.T.view(torch.int32)]})
+    back.names["row"][2] = 5.0
+    assert back.names["whole"].tolist() == [[0.0] * 3, [0.0, 0.0, 5.0]]
+    assert back.names["turned"][0][2, 1] == torch.tensor(5.0).view(torch.int32)
+    assert not whole.any()
+
+
+def test_arrays_that_share_memory_share_it_there():
+    whole = np.zeros((2, 3))
+    back = shipped({"row": whole[1, ::-1], "whole": whole, "column": [whole[:, 0:1].T]})
+    back.names["row"][:] = [1, 2, 3]
+    assert back.names["whole"].tolist() == [[0.0] * 3, [3.0, 2.0, 1.0]]
+    assert back.names["column"][0].tolist() == [[0.0, 3.0]]
+
+
+def test_parts_of_an_array_that_stays_at_home_share_memory_too():
+    whole = np.zeros((3, 100))
+    back = shipped({"one": whole[1], "other": whole[1:2, :50]})
+    back.names["one"][7] = 5
+    assert back.names["other"][0, 7] == 5
+
+
+def test_an_array_alone_takes_along_no_more_than_itself():
+    data = encode_block(
+        BlockMessage("t", BLOCK, {"row": np.zeros((1000, 1000))[3]}), lambda obj: None
+    )
+    assert len(data) < 20_000
