@@ -11,19 +11,22 @@ dictionary itself.
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import gc
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from nnsight_pp.core.saved import save
 from nnsight_pp.core.settings import CONFIG
 
 T = TypeVar("T")
-_BUILT_IN = (
+_VALUE_TYPES = (
     list, dict, tuple, set, frozenset, str, bytes, int, float, complex, type(None),
-    torch.dtype, torch.device,
+    bytearray, range, collections.deque, np.ndarray, np.generic,
+    torch.Tensor, torch.dtype, torch.device,
 )  # fmt: skip
 # Types that have the method, or one of their own of that name.
 _mounted: set[type] = set()
@@ -41,10 +44,10 @@ def _mount(kind: type) -> None:
 
 
 def mount_save() -> None:
-    """Add `.save()` to tensors and to Python's own value types, once per process."""
+    """Add `.save()` to tensors, arrays and Python's own value types, once per process."""
     if not CONFIG.APP.PYMOUNT:
         return
-    for kind in (torch.Tensor, *_BUILT_IN):
+    for kind in _VALUE_TYPES:
         if kind not in _mounted:
             _mount(kind)
 

@@ -1,5 +1,7 @@
 import sys
+from collections import deque
 
+import numpy as np
 import pytest
 import torch
 
@@ -100,7 +102,13 @@ def test_copy_of_the_names_is_let_go_and_the_names_stay():
     assert value == [2]
 
 
-@pytest.mark.parametrize("value", [1, 1.5, "a", b"a", (), [], {}, set(), None, True, torch.ones(1)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(1, 1.5, "a", b"a", (), [], {}, set(), None, True, range(2), bytearray(b"a"), deque()),
+        *(torch.ones(1), np.ones(2), np.float32(1)),
+    ],
+)
 def test_values_of_blocks_can_be_saved(value):
     mount_save()
     assert callable(value.save)
