@@ -135,8 +135,8 @@ def time_load(
         is_without = load.kind == "cross" and name == baseline
         return (load._replace(kind="untraced") if is_without else load), number
 
-    # The first of a kind is slower; the second is another process's first.
-    in_turns(asked, 2, "run", lambda name, _: given_to(name, -1))
+    if rounds > 1:  # the first of a kind is slower; the second is another process's first
+        in_turns(asked, 2, "run", lambda name, _: given_to(name, -1))
     answers = in_turns(asked, rounds, "run", given_to)
     _check(load, answers)
     beside = [one["s"] * 1e6 for one in answers[baseline]]
@@ -198,7 +198,8 @@ def time_workloads(
     """Time the workloads of interpretability, one request each but for sweeps."""
     ours = {name: up[name] for name in ("ours", "local") if name in up}
     for name, workload in WORKLOADS.items():
-        in_turns(ours, 2, "workload", lambda *_, name=name: (name,))
+        if rounds > 1:
+            in_turns(ours, 2, "workload", lambda *_, name=name: (name,))
         answers = in_turns(ours, rounds, "workload", lambda *_, name=name: (name,))
         for who, got in answers.items():
             if who == "ours" or "ours" not in answers:
@@ -249,20 +250,20 @@ def markdown(cells: list[dict[str, Any]], memory: list[dict[str, Any]]) -> str:
 def options() -> argparse.Namespace:
     """Return what the command line asks for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, two rounds")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, one round")
     parser.add_argument("--model", choices=MODELS, help="default: smollm2, with --quick tiny")
     parser.add_argument("--shapes", help="default: 1x1,2x1,3x1,1x3; with --quick 1x1,2x1")
     parser.add_argument("--in-flight", help="default: 1,4,16; with --quick 1,4")
     parser.add_argument("--prompts", help="words; default: 16,128,512; with --quick 16,128")
     parser.add_argument("--tokens", type=int, help="default: 16, with --quick 4")
-    parser.add_argument("--rounds", type=int, help="default: 8, with --quick 2")
+    parser.add_argument("--rounds", type=int, help="default: 8, with --quick 1")
     parser.add_argument("--parts", default="loads,workloads")
     parser.add_argument("--json", type=Path, help="write all samples to this file")
     given = parser.parse_args()
     usual = {"model": "smollm2", "shapes": "1x1,2x1,3x1,1x3", "in_flight": "1,4,16",
              "prompts": "16,128,512", "tokens": 16, "rounds": 8}  # fmt: skip
     quick = {"model": "tiny", "shapes": "1x1,2x1", "in_flight": "1,4", "prompts": "16,128",
-             "tokens": 4, "rounds": 2}  # fmt: skip
+             "tokens": 4, "rounds": 1}  # fmt: skip
     for name, value in (quick if given.quick else usual).items():
         if getattr(given, name) is None:
             setattr(given, name, value)

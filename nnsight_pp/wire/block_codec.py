@@ -125,7 +125,8 @@ def _shared_arrays(names: list[dict[str, Any]]) -> set[int]:
     waiting: list[Any] = [*names]
     while waiting:
         one = waiting.pop()
-        if id(one) in seen or not isinstance(one, (list, tuple, dict, np.ndarray)):
+        # CAUTION: a lazy value answers `isinstance` by moving bytes, so its type is asked.
+        if id(one) in seen or not issubclass(type(one), (list, tuple, dict, np.ndarray)):
             continue
         seen[id(one)] = one
         if not isinstance(one, np.ndarray):
