@@ -75,7 +75,7 @@ def start(up: ExitStack, shape: Shape, folder: Path, *, quick: bool) -> dict[str
     _say(f"{shape.title}: the engines are up, ours after {found['ours'].start_s:.0f} s")
     module = {"repo_or_path": str(folder)}
     wanted: dict[str, tuple[str, dict[str, Any]]] = {}
-    if shape == (1, 1):
+    if quick or shape == (1, 1):
         wanted["hooks"] = ("hooks", module)
         wanted["local"] = ("ours", {**module, "local": True})
         if not quick:
@@ -101,7 +101,7 @@ def loads_of(shape: Shape, given: argparse.Namespace) -> list[Load]:
     found += [Load("steer", count, short) for count in counts]
     if shape.stages > 1:
         found += [Load("cross", count, short) for count in counts]
-    if shape == (1, 1):
+    if given.quick or shape == (1, 1):
         found += [Load("read", 1, short, layers="half"), Load("read", 1, short, layers="all")]
         found += [Load("read", 1, short, rows="all")]
         for length in lengths[1:]:
@@ -252,7 +252,7 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a tiny model, one round")
     parser.add_argument("--model", choices=MODELS, help="default: smollm2, with --quick tiny")
-    parser.add_argument("--shapes", help="default: 1x1,2x1,3x1,1x3; with --quick 1x1,2x1")
+    parser.add_argument("--shapes", help="default: 1x1,2x1,3x1,1x3; with --quick 2x1")
     parser.add_argument("--in-flight", help="default: 1,4,16; with --quick 1,4")
     parser.add_argument("--prompts", help="words; default: 16,128,512; with --quick 16,128")
     parser.add_argument("--tokens", type=int, help="default: 16, with --quick 4")
@@ -262,7 +262,7 @@ def options() -> argparse.Namespace:
     given = parser.parse_args()
     usual = {"model": "smollm2", "shapes": "1x1,2x1,3x1,1x3", "in_flight": "1,4,16",
              "prompts": "16,128,512", "tokens": 16, "rounds": 8}  # fmt: skip
-    quick = {"model": "tiny", "shapes": "1x1,2x1", "in_flight": "1,4", "prompts": "16,128",
+    quick = {"model": "tiny", "shapes": "2x1", "in_flight": "1,4", "prompts": "16,128",
              "tokens": 4, "rounds": 1}  # fmt: skip
     for name, value in (quick if given.quick else usual).items():
         if getattr(given, name) is None:

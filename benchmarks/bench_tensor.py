@@ -152,7 +152,7 @@ def _untouched(*, quick: bool) -> list[Finding]:
         ours, plain = engine_arguments(made, tp=2, longest=256)
         with ExitStack() as up:
             pair = start_pair(up, ("ours", ours), ("plain", plain), quick=quick)
-            return [_generated(pair, count, 2 if quick else 16) for count in (1, 16)]
+            return [_generated(pair, count, 1 if quick else 16) for count in (1, 16)]
 
 
 def _generated(pair: dict[str, Contender], count: int, num_pairs: int) -> Finding:
