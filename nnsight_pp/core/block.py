@@ -171,9 +171,7 @@ def _compiled(block: Block) -> Compiled:
 
 @lru_cache(maxsize=512)
 def _uses(block: Block) -> Uses:
-    holder = ast.parse(_text_of(block), block.filename).body[0]
-    assert isinstance(holder, ast.If)
-    return uses_of(ast.Module(body=holder.body, type_ignores=[]))
+    return uses_of(_tree_of(block))
 
 
 @lru_cache(maxsize=512)
@@ -181,11 +179,15 @@ def _needs(block: Block) -> frozenset[str]:
     facts = block.known.facts
     if block.binds_more() or not facts.reads & facts.binds:
         return facts.reads
-    holder = ast.parse(_text_of(block), block.filename).body[0]
-    assert isinstance(holder, ast.If)
-    early = needed_of(ast.Module(body=holder.body, type_ignores=[]))
+    early = needed_of(_tree_of(block))
     # What the text does not show (a bare `super()`) is bound by no statement.
     return facts.reads - (facts.binds - early)
+
+
+def _tree_of(block: Block) -> ast.Module:
+    holder = ast.parse(_text_of(block), block.filename).body[0]
+    assert isinstance(holder, ast.If)
+    return ast.Module(body=holder.body, type_ignores=[])
 
 
 def _text_of(block: Block) -> str:

@@ -173,12 +173,7 @@ def draws_of(code: CodeType, names: Mapping[str, Any]) -> Draws:
 
     Cost: some 20 microseconds for a block without helpers; below 10 milliseconds for any.
     """
-    scan = _Scan()
-    scan.add_code(code, names)
-    try:
-        return scan.run()
-    except RecursionError:  # objects in objects, too deep to be looked through
-        return Draws(python=True, numpy="numpy" in sys.modules)
+    return draws_and_mentions(code, names, frozenset())[0]
 
 
 def mentions(code: CodeType, names: Mapping[str, Any], words: frozenset[str]) -> bool:
@@ -186,13 +181,20 @@ def mentions(code: CodeType, names: Mapping[str, Any], words: frozenset[str]) ->
 
     Cost: as `draws_of`.
     """
+    return draws_and_mentions(code, names, words)[1]
+
+
+def draws_and_mentions(
+    code: CodeType, names: Mapping[str, Any], words: frozenset[str]
+) -> tuple[Draws, bool]:
+    """Return what `draws_of` and `mentions` do, in one walk."""
     scan = _Scan(words)
     scan.add_code(code, names)
     try:
-        scan.run()
-    except RecursionError:
-        return True
-    return scan.has_found
+        draws = scan.run()
+    except RecursionError:  # objects in objects, too deep to be looked through
+        return Draws(python=True, numpy="numpy" in sys.modules), True
+    return draws, scan.has_found
 
 
 @final
@@ -206,7 +208,7 @@ class _Scan:
         has_found: Whether one of them is mentioned, or may be.
     """
 
-    def __init__(self, words: frozenset[str] = frozenset()) -> None:
+    def __init__(self, words: frozenset[str]) -> None:
         self._words = words
         self.has_found = False
         self._has_numpy = False

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
 
@@ -287,8 +287,7 @@ class GlooPeer:
         begin = _PREFIX.size + (head_length if head_length <= _ROOM_BYTES else 0)
         head = bytes(view[_PREFIX.size : begin])
         if length <= _ROOM_BYTES:
-            end = _PREFIX.size + length
-            body = _as_tensor(view[begin:end]) if begin < end else _NO_BODY
+            body = _as_tensor(view[begin : _PREFIX.size + length])
         else:
             body = self._body(length - len(head))
         if head_length > _ROOM_BYTES:
@@ -327,9 +326,9 @@ def _message(kind: int, head: bytes, pieces: list[torch.Tensor]) -> list[torch.T
     if len(head) > _ROOM_BYTES:
         return [_as_tensor(prefix), torch.cat([_as_tensor(head), *pieces])]
     if length <= _ROOM_BYTES:
-        return [_in_one((prefix, head, *[piece.numpy().data for piece in pieces]))]
+        return [_as_tensor(prefix, head, *[piece.numpy().data for piece in pieces])]
     # One piece goes as it is, without a copy.
-    return [_in_one((prefix, head)), pieces[0] if len(pieces) == 1 else torch.cat(pieces)]
+    return [_as_tensor(prefix, head), pieces[0] if len(pieces) == 1 else torch.cat(pieces)]
 
 
 def _joined(messages: list[tuple[int, bytes, list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
@@ -350,17 +349,11 @@ def _apart(frame: torch.Tensor) -> Iterator[tuple[int, bytes, torch.Tensor]]:
         _, kind, head_length, length = _PREFIX.unpack_from(view, at)
         begin = at + _PREFIX.size
         at = begin + length
-        # A tensor must start at a multiple of its element's size.
-        yield (
-            kind,
-            bytes(view[begin : begin + head_length]),
-            frame[begin + head_length : at].clone(),
-        )
+        head_end = begin + head_length
+        yield kind, bytes(view[begin:head_end]), _as_tensor(view[head_end:at])
 
 
-def _as_tensor(data: bytes | memoryview) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _in_one(parts: Sequence[bytes | memoryview]) -> torch.Tensor:
-    return torch.frombuffer(bytearray().join(parts), dtype=torch.uint8)
+def _as_tensor(*parts: bytes | memoryview) -> torch.Tensor:
+    """Return ``parts`` behind each other, in memory of its own that any dtype may start at."""
+    data = bytearray().join(parts)
+    return torch.frombuffer(data, dtype=torch.uint8) if data else _NO_BODY

@@ -19,7 +19,7 @@ from nnsight_pp.engines.vllm.company import BesideBlock, Company, cut_prompt
 from nnsight_pp.engines.vllm.outer import Before, change_of, is_outer, states_of
 from nnsight_pp.engines.vllm.residents import Residents, edited
 from nnsight_pp.errors import EarlyStopException, InternalError, NotSupportedError
-from nnsight_pp.interleave.randomness import Randomness, draws_of, mentions
+from nnsight_pp.interleave.randomness import Randomness, draws_and_mentions
 from nnsight_pp.interleave.timeline import Timeline
 from nnsight_pp.interleave.worker import Worker
 from nnsight_pp.trace.names import SiblingNames
@@ -181,7 +181,7 @@ class Ledger:
         message.block.show_in_tracebacks()
         code = message.block.code()
         slot = self._switch.new_slot(message.grad_enabled)
-        draws = draws_of(code, message.names)
+        draws, writes_raw = draws_and_mentions(code, message.names, WORDS)
         for name in message.saved:
             saves.mark(message.names[name])
         traced.worker = Worker(
@@ -196,7 +196,7 @@ class Ledger:
                 numpy=draws.numpy,
             ),
         )
-        traced.worker.writes_raw = mentions(code, message.names, WORDS)
+        traced.worker.writes_raw = writes_raw
         traced.worker.seat = traced.seat
         traced.worker.rows_of = traced.rows_of
         return traced.worker
