@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Ranks that have just worked still poll for their next step, and would share the other's cores.
 SETTLE_S = 0.3
 _NOT_TIMED = 2
+_SPARE_BYTES = 1 << 30
 
 
 class ContenderError(Exception):
@@ -134,6 +135,8 @@ def start_pair(
     Of equal engines the one that starts later is faster for as long as they live: here the second
     of five by 5 to 10 % beside the first, and the last by 1 to 3 % beside the second. So the first
     of all is asked for nothing, and each contender has a twin: other, one, other, other, one.
+    Where the memory is not enough for five there are no twins, and `other`, the last of three, has
+    that advantage.
 
     Args:
         up: Closes them, and those that were started when one does not start.
@@ -144,10 +147,19 @@ def start_pair(
     Raises:
         ContenderError: One did not start.
     """
+    import psutil
+
+    free = psutil.virtual_memory().available
     if not quick:
         up.enter_context(closing(Contender(*other)))
+    taken = free - psutil.virtual_memory().available
     found = {kind: up.enter_context(closing(Contender(kind, its))) for kind, its in (one, other)}
-    for kind, _ in () if quick else (other, one):
+    if quick:
+        return found
+    if 5 * taken + _SPARE_BYTES > free:
+        print(f"  no twins: an engine takes {taken >> 20} MiB of {free >> 20}", file=sys.stderr)
+        return found
+    for kind, _ in (other, one):
         found[kind].start_twin()
     return found
 

@@ -17,6 +17,8 @@ from nnsight_pp import (
     NotSupportedError,
     ValueUnavailableError,
 )
+from nnsight_pp.engines.vllm import client
+from nnsight_pp.engines.vllm.batch import Batch
 
 pytestmark = pytest.mark.parametrize("engine", [2], indirect=True, ids=["vllm-2"], scope="module")
 # Both have ten tokens.
@@ -180,6 +182,27 @@ def test_a_request_that_ends_first_still_gives_what_it_bound(engine: Engine) -> 
     with model.trace(CLEAN, temperature=0.0, max_tokens=1):
         wanted = layers[25].mlp.output.save()
     assert_same(torch.stack(list(seen)), wanted[:4], "late")
+
+
+def test_those_that_share_nothing_begin_in_one_step_too(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ops, model, layers = engine.ops, engine.model, engine.layers
+    batches: list[Batch] = []
+
+    def kept(*args: Any, **options: Any) -> Batch:
+        batches.append(Batch(*args, **options))
+        return batches[-1]
+
+    monkeypatch.setattr(client, "Batch", kept)
+    with model.trace(max_tokens=1) as tracer:
+        for layer in range(6):
+            with tracer.invoke(PROMPT):
+                last = ops.mlp(layers[layer])[-1].save()
+    assert last.shape == (576,)
+    (batch,) = batches
+    assert not batch._companies
+    assert list(batch.most_in_step.values()) == [6] * 6
 
 
 def test_an_error_ends_all_that_share_names_and_nobody_else(engine: Engine) -> None:

@@ -1,9 +1,10 @@
 """One run on an engine: blocks out with their requests, reports in, names bound.
 
 Each invocation is one request. They are checked and encoded before anything starts, generated in
-one batch, and collected together. A block that does nothing rides along as a plain request. Those
-that depend on each other (`dependence`) are scheduled together: they are handed to the engine while
-its scheduler is paused. Where there are several such companies, each gets a batch of its own.
+one batch, and collected together. A block that does nothing rides along as a plain request. All
+are handed to the engine while its scheduler is paused, so that they begin in one step. Those that
+depend on each other (`dependence`) must; where there are several such companies, each gets a batch
+of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from nnsight_pp.engines.vllm.root import name_of
 from nnsight_pp.engines.vllm.sequences import bound_by, by_sequence
 from nnsight_pp.engines.vllm.session_values import name_of_kept
 from nnsight_pp.engines.vllm.stored_edits import RequestEdits
-from nnsight_pp.engines.vllm.together import Room, paused, room_of
+from nnsight_pp.engines.vllm.together import generate
 from nnsight_pp.envoys.cache_view import CacheView
 from nnsight_pp.errors import (
     ConfigurationError,
@@ -338,35 +339,11 @@ class Batch:
 
 
 def _generate(llm: Any, members: list[_Request], loose: list[_Request]) -> dict[str, Any]:
-    """Return what vLLM says of all these, by trace; ``members`` begin in one step."""
+    """Return what vLLM says of all these, by trace; ``members`` depend on each other."""
     requests = members + loose
-    prompts = [request.prompt for request in requests]
-    params = [request.params for request in requests]
-    adapters = [request.adapter for request in requests]
-    if members:
-        with paused(llm):
-            llm.enqueue(prompts, params, lora_request=adapters, use_tqdm=False)
-            _check_room(room_of(llm), len(members))
-        outputs = llm.wait_for_completion(use_tqdm=False)
-    else:
-        outputs = llm.generate(prompts, params, lora_request=adapters, use_tqdm=False)
+    given = [(request.prompt, request.params, request.adapter) for request in requests]
+    outputs = generate(llm, given, num_dependent=len(members))
     return {one.trace: output for one, output in zip(requests, outputs, strict=True)}
-
-
-def _check_room(room: Room, num_requests: int) -> None:
-    """Raise where the first ``num_requests`` that wait do not fit into one step."""
-    needs = sum(room.prompt_tokens[:num_requests])
-    if needs <= room.most_tokens and num_requests <= room.most_requests:
-        return
-    raise ConfigurationError(
-        explain(
-            f"{num_requests} invokes that depend on each other have {needs} tokens; a step takes "
-            f"{room.most_requests} requests and {room.most_tokens} tokens.",
-            why="Blocks that use each other's names, or one barrier, must run in the same steps.",
-            todo="Build the engine with larger max_num_seqs and max_num_batched_tokens, or use "
-            "separate traces.",
-        )
-    )
 
 
 def _fail_together(traces: list[str], merged: dict[str, list[Report]]) -> None:
