@@ -27,8 +27,10 @@ def generate(llm: Any, given: list[tuple[Any, Any, Any]], *, num_dependent: int)
     Raises:
         ConfigurationError: Those do not fit into one.
     """
-    prompts, params, adapters = map(list, zip(*given, strict=True))
-    if len(given) == 1:
+    prompts = [prompt for prompt, _, _ in given]
+    params = [of_one for _, of_one, _ in given]
+    adapters = [adapter for _, _, adapter in given]
+    if len(given) <= 1:
         return llm.generate(prompts, params, lora_request=adapters, use_tqdm=False)
     with _paused(llm):
         llm.enqueue(prompts, params, lora_request=adapters, use_tqdm=False)
