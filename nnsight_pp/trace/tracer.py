@@ -28,6 +28,7 @@ from nnsight_pp.trace.clean import raise_again
 from nnsight_pp.trace.deliver import deliver
 from nnsight_pp.trace.mount import savable
 from nnsight_pp.trace.names import BoundNames, Names, SiblingNames, names_of
+from nnsight_pp.trace.pull_table import PullTable
 from nnsight_pp.trace.statement import BlockStatement
 from nnsight_pp.trace.step_block import StepChoice, StepLoop
 
@@ -238,6 +239,15 @@ class Tracer(BlockStatement, BlockTracer):
         self.statistics: dict[str, Any] = {}
         # Whether all names flow back, into a block around it.
         self.is_nested = False
+
+    @property
+    def stats(self) -> PullTable:
+        """What crossed between stages, once the run is over, by stage pair and line.
+
+        Each row has the number of pulls, bytes, and milliseconds that the forward stood still for
+        them; printed, it is a table. Empty for a model in this process.
+        """
+        return PullTable.of(self.statistics.get("pulls", ()))
 
     def _check_entry(self) -> None:
         if self._run is None or self._capture is not None:

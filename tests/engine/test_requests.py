@@ -417,6 +417,9 @@ def test_a_trace_tells_which_line_moved_what(engine: Engine) -> None:
     assert record.location == "model.model.layers.2.mlp.output"
     assert record.bytes_received >= 576 * 4
     assert "layers[25]" in linecache.getline(record.filename, record.line)
+    (line,) = tracer.stats
+    assert line.text == "layers[25].mlp.output[0] += early[-1]"
+    assert tracer.stats.pairs == {(1, 0): (1, record.bytes_received, 1000 * record.waited_s)}
 
 
 def test_numbers_that_a_block_draws_agree_on_all_stages(engine: Engine) -> None:

@@ -235,8 +235,8 @@ class VLLM(VLLMTree):
             **options: vLLM's sampling parameters, such as ``temperature`` and ``max_tokens``; and
                 ``edits``, the names of the stored edits that run first.
 
-        After the run ``tracer.statistics["pulls"]`` lists what crossed between stages: for each
-        puller, a `PullRecord` with the owner, the location, the line, bytes and seconds waited;
+        After the run ``tracer.stats`` is a table of what crossed between stages, by line;
+        ``tracer.statistics["pulls"]`` has it by location, a `PullRecord` for each puller, and
         ``tracer.statistics["ends"]`` says how many tokens each request got, and why it ended.
         """
 
