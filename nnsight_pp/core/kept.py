@@ -95,3 +95,21 @@ def with_kept(value: Any, key: str, keep: Callable[[str, Any], Any]) -> Any:
 def is_plain_data(value: Any) -> bool:
     """Whether ``value`` may travel as it is. Does not look into remote values."""
     return not issubclass(type(value), RemoteValue) and isinstance(value, _PLAIN)
+
+
+@final
+class FromHome:
+    """Stands for an object that came with a block: the client has it, and gives it back itself.
+
+    Attributes:
+        trace: The client's name for the request that brought it.
+        name: What the block's text calls it, or what leads to it.
+        path: What leads to it from there, as `engines.vllm.outer.Before` has it.
+    """
+
+    __slots__ = ("name", "path", "trace")
+
+    def __init__(self, trace: str, name: str, path: tuple[Any, ...]) -> None:
+        self.trace = trace
+        self.name = name
+        self.path = path

@@ -9,14 +9,14 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from nnsight_pp.core.protocols import RemoteValue
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -29,6 +29,55 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     if parts is None:
         return change(value)
     return rebuild(value, [map_leaves(part, change) for part in parts])
+
+
+@final
+class SharedMap:
+    """`map_leaves` over several values: a container that stands in two places stays one.
+
+    Args:
+        change: Returns what stands in the place of a leaf.
+        instead: By id: what stands in the place of an object, whatever it holds. The objects are
+            kept alive elsewhere.
+    """
+
+    __slots__ = ("_change", "_instead", "_known")
+
+    def __init__(
+        self, change: Callable[[Any], Any], instead: Mapping[int, Any] | None = None
+    ) -> None:
+        self._change = change
+        self._instead = instead or {}
+        # With each container itself, so that its id stays its own.
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        """Return ``value`` with its leaves changed.
+
+        Raises:
+            HoldsItselfError: A container in it holds itself.
+        """
+        if self._instead and id(value) in self._instead:
+            return self._instead[id(value)]
+        parts = children(value)
+        if parts is None:
+            return self._change(value)
+        known = self._known.get(id(value))
+        if known is None:
+            self._known[id(value)] = value, _NOT_YET
+            changed = rebuild(value, [self(part) for part in parts])
+            self._known[id(value)] = value, changed
+            return changed
+        if known[1] is _NOT_YET:
+            raise HoldsItselfError(type(value).__name__)
+        return known[1]
+
+
+_NOT_YET = object()
+
+
+class HoldsItselfError(ValueError):
+    """A container holds itself, so it cannot be taken apart."""
 
 
 def own_copy(leaf: Any) -> Any:

@@ -3,8 +3,8 @@
 A block travels as source text with the objects that its names stand for. What exists on both sides
 under a name (the model, its modules, the tracer) travels as that name. Functions and classes of
 the user's own files travel by value, since the ranks do not run the user's main module and must
-not import a script that would start an engine of its own. Tensors that share memory, and arrays
-that do, share it there too: an edit of one shows in the other.
+not import a script that would start an engine of its own. Tensors, arrays and buffers that share
+memory share it there too: an edit of one shows in the other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import io
 import pickle
 import sys
 import sysconfig
-from collections import Counter
+from array import array
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +26,13 @@ import cloudpickle
 import numpy as np
 import torch
 
+from nnsight_pp.wire.shared_memory import (
+    memory_at,
+    overlapping,
+    span_of_array,
+    span_of_buffer,
+)
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -35,6 +42,9 @@ _LIBRARY_FOLDERS = tuple(
     Path(sysconfig.get_path(name)).resolve()
     for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
+# They own their memory, and others may look into it.
+_BUFFERS = (bytearray, array)
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
 _PACKAGE = __name__.partition(".")[0]
 # What cloudpickle ships by value is noted for the whole process.
 _registry = Lock()
@@ -66,35 +76,70 @@ class BlockMessage:
 
 
 class _Writer(cloudpickle.Pickler):
-    def __init__(self, file: io.BytesIO, name_of: Callable[[Any], Any], stack: ExitStack) -> None:
+    """Writes what a block sees, and notes whose memory it has met.
+
+    Args:
+        file: Gets the bytes.
+        name_of: Returns what travels in an object's place, or None.
+        stack: Undoes, at its end, what is noted for the whole process.
+        pieces: By the key of a memory: the buffer that travels for it, and where it begins there.
+    """
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        name_of: Callable[[Any], Any],
+        stack: ExitStack,
+        pieces: dict[Any, tuple[Any, int]],
+    ) -> None:
         super().__init__(file)
         self._name_of = name_of
         self._stack = stack
+        self._pieces = pieces
         # By the address of each: torch makes a new object of a storage at every look.
         self._storages: dict[int, Any] = {}
-        # The ids of arrays in which several of the names look.
-        self.shared: set[int] = set()
+        # What was met, by its key: where its memory lies, and what keeps it.
+        self.met: dict[Any, tuple[tuple[int, int], Any]] = {}
 
     def persistent_id(self, obj: Any) -> Any:
+        if type(obj) in _BUFFERS:
+            self.met[id(obj)] = span_of_buffer(obj), obj
         return self._name_of(obj)
 
     def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
         if isinstance(obj, (FunctionType, type)):
             module = sys.modules.get(getattr(obj, "__module__", None) or "")
             if module is not None and is_users(module):
                 self._by_value(module)
-        elif type(obj) is torch.storage.TypedStorage:
+        elif kind is torch.storage.TypedStorage:
             storage = obj._untyped_storage
             return _typed, (self._storages.setdefault(storage._cdata, storage), obj.dtype)
-        elif type(obj) is torch.UntypedStorage:
-            held = torch.empty(0, dtype=torch.uint8).set_(obj.cpu())
-            return _memory, (bytearray(held.numpy().data), str(obj.device))
-        elif type(obj) is np.ndarray and obj.base is not None:
-            whole = _owner(obj)
-            if whole is not obj and id(whole) in self.shared:
-                start = obj.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
-                return np.ndarray, (obj.shape, obj.dtype, whole, start, obj.strides)
+        elif kind is torch.UntypedStorage:
+            return self._storage(obj)
+        elif kind is np.ndarray and not obj.dtype.hasobject:
+            self.met[id(obj)] = span_of_array(obj), obj
+            if id(obj) in self._pieces:
+                whole, start = self._pieces[id(obj)]
+                start += obj.__array_interface__["data"][0] - span_of_array(obj)[0]
+                facts = (obj.shape, obj.dtype, whole, start, obj.strides)
+                return _array, (facts, bool(obj.flags.writeable))
+        elif kind is memoryview:
+            return _looking, _look_of(obj)
+        elif kind in _TENSORS and obj.is_leaf and obj.grad is not None:
+            # torch leaves it at home.
+            return (*obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL), obj.grad, None, None, _set_grad)
         return super().reducer_override(obj)
+
+    def _storage(self, obj: torch.UntypedStorage) -> Any:
+        key = "storage", obj._cdata
+        if obj.device.type == "cpu":
+            start = obj.data_ptr()
+            self.met[key] = (start, start + obj.nbytes()), obj
+        if key in self._pieces:
+            return _part, (*self._pieces[key], obj.nbytes())
+        held = torch.empty(0, dtype=torch.uint8).set_(obj.cpu())
+        return _memory, (bytearray(held.numpy().data), str(obj.device))
 
     def _by_value(self, module: ModuleType) -> None:
         if module.__name__ not in cloudpickle.list_registry_pickle_by_value():
@@ -112,27 +157,55 @@ def _memory(data: bytearray, device: str) -> torch.UntypedStorage:
     return held.to(device).untyped_storage()
 
 
-def _owner(array: Any) -> Any:
-    """Return the array whose memory ``array`` shows."""
-    while type(array.base) is np.ndarray:
-        array = array.base
+def _set_grad(tensor: torch.Tensor, grad: torch.Tensor) -> None:
+    tensor.grad = grad
+
+
+def _part(whole: Any, start: int, length: int) -> torch.UntypedStorage:
+    return torch.frombuffer(whole, dtype=torch.uint8, offset=start, count=length).untyped_storage()
+
+
+def _array(facts: tuple[Any, ...], is_writeable: bool) -> Any:
+    array = np.ndarray(*facts)
+    array.flags.writeable = is_writeable
     return array
 
 
-def _shared_arrays(names: list[dict[str, Any]]) -> set[int]:
-    """Return the ids of arrays in whose memory several of those below ``names`` look."""
-    seen: dict[int, Any] = {}
-    waiting: list[Any] = [*names]
-    while waiting:
-        one = waiting.pop()
-        # CAUTION: a lazy value answers `isinstance` by moving bytes, so its type is asked.
-        if id(one) in seen or not issubclass(type(one), (list, tuple, dict, np.ndarray)):
-            continue
-        seen[id(one)] = one
-        if not isinstance(one, np.ndarray):
-            waiting.extend(one.values() if isinstance(one, dict) else one)
-    owners = Counter(id(_owner(one)) for one in seen.values() if type(one) is np.ndarray)
-    return {owner for owner, number in owners.items() if number > 1}
+def _looking(whole: Any, start: int, stop: int, how: tuple[Any, ...]) -> memoryview:
+    code, shape, is_readonly = how
+    view = memoryview(whole).cast("B")[start:stop].cast(code, shape)
+    return view.toreadonly() if is_readonly else view
+
+
+def _look_of(view: memoryview) -> tuple[Any, ...]:
+    """Return what `_looking` takes.
+
+    Raises:
+        PicklingError: It looks at its memory in another way than from one place to another.
+    """
+    whole = view.obj
+    if not view.c_contiguous or type(whole) not in (*_BUFFERS, bytes, np.ndarray):
+        text = "a memoryview with steps, or of something else than bytes and arrays, cannot travel"
+        raise pickle.PicklingError(text)
+    first = span_of_buffer(memoryview(whole).cast("B"))[0]
+    start, stop = (at - first for at in span_of_buffer(view.cast("B")))
+    return whole, start, stop, (view.format, view.shape, view.readonly)
+
+
+def _pieces_of(met: dict[Any, tuple[tuple[int, int], Any]]) -> dict[Any, tuple[Any, int]]:
+    """Return what travels for memory that several objects look at, and where each begins in it."""
+    keys = list(met)
+    found: dict[Any, tuple[Any, int]] = {}
+    for pool in overlapping([met[key][0] for key in keys]):
+        spans = [met[keys[number]][0] for number in pool]
+        start, stop = min(spans)[0], max(end for _, end in spans)
+        owners = [met[keys[number]][1] for number in pool]
+        # One that is a buffer itself holds all of it.
+        own = [one for one in owners if type(one) in _BUFFERS]
+        whole = own[0] if own else bytearray(memory_at(start, stop))
+        for number in pool:
+            found[keys[number]] = whole, met[keys[number]][0][0] - start
+    return found
 
 
 class _Reader(pickle.Unpickler):
@@ -167,20 +240,23 @@ def encode_block(message: BlockMessage, name_of: Callable[[Any], Any]) -> bytes:
         message: The block and its names.
         name_of: Returns what stands for an object that exists on both sides, or None.
     """
-    return _encoded(message, [message], name_of)
+    return _encoded(message, name_of)
 
 
 def encode_blocks(messages: list[BlockMessage], name_of: Callable[[Any], Any]) -> bytes:
     """Return ``messages`` as bytes; what is one object in several of them stays one."""
-    return _encoded(messages, messages, name_of)
+    return _encoded(messages, name_of)
 
 
-def _encoded(value: Any, messages: list[BlockMessage], name_of: Callable[[Any], Any]) -> bytes:
-    file = io.BytesIO()
+def _encoded(value: Any, name_of: Callable[[Any], Any]) -> bytes:
     with _registry, ExitStack() as stack:
-        writer = _Writer(file, name_of, stack)
-        writer.shared = _shared_arrays([one.names for one in messages])
+        file = io.BytesIO()
+        writer = _Writer(file, name_of, stack, {})
         writer.dump(value)
+        pieces = _pieces_of(writer.met)
+        if pieces:  # now it is known, so once more
+            file = io.BytesIO()
+            _Writer(file, name_of, stack, pieces).dump(value)
     return file.getvalue()
 
 

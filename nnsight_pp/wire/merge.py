@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import marshal
 import reprlib
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
@@ -19,7 +20,7 @@ import torch
 from nnsight_pp.core.alike import Comparison
 from nnsight_pp.core.kept import AtHome, Split
 from nnsight_pp.core.report import Elsewhere, Failure, Report
-from nnsight_pp.core.tree import children, rebuild
+from nnsight_pp.core.tree import children, leaves, rebuild
 from nnsight_pp.errors import RankDivergenceError, Where, explain
 from nnsight_pp.wire.report_codec import failure_of
 
@@ -122,6 +123,10 @@ class _Merging:
     def __init__(self, reports: Sequence[Report], new_comparison: Callable[[], Comparison]) -> None:
         self._stages = [report.stage for report in reports]
         self._new_comparison = new_comparison
+        # By the ids of what the stages have of it: a container that stands in two places.
+        self._known: dict[tuple[int, ...], Any] = {}
+        self._reports = reports
+        self._looks: list[Counter[int]] = []
         self.first: _Mismatch | None = None
 
     def names(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -152,8 +157,11 @@ class _Merging:
         if isinstance(first, Split):
             return first.joined([value for _, value in real])
         if parts is None:
-            return first
+            return first if len(real) == 1 else self._one_of(real)
         stages = [stage for stage, _ in real]
+        ids = tuple([id(value) for _, value in real])
+        if ids in self._known:
+            return self._known[ids]
         merged = []
         for column in zip(*[children(value) or () for _, value in real], strict=True):
             only = _only_tensor(column)
@@ -165,7 +173,24 @@ class _Merging:
             except _MismatchError as error:
                 place = _places_in(first)[len(merged)]
                 raise _MismatchError(error.text, f"{place}{error.path}") from None
-        return rebuild(first, merged)
+        whole = self._known[ids] = rebuild(first, merged)
+        return whole
+
+    def _one_of(self, real: list[tuple[int, Any]]) -> Any:
+        """Return what one of several stages has of a leaf.
+
+        Of a tensor, that of a stage which has others in the same memory, as it has where they were
+        made of each other: a value that only its owner ships, and a view of it that every stage has
+        computed.
+        """
+        if type(real[0][1]) is not torch.Tensor:
+            return real[0][1]
+        if not self._looks:
+            for report in self._reports:
+                held = leaves((report.saved, report.grown))
+                self._looks.append(Counter(map(_memory_of, held)))
+        looks = dict(zip(self._stages, self._looks, strict=True))
+        return max(real, key=lambda one: looks[one[0]][_memory_of(one[1])])[1]
 
     def _check_alike(
         self, stage: int, value: Any, other_stage: int, other: Any, *, is_leaf: bool
@@ -181,6 +206,11 @@ class _Merging:
             mine, theirs = reprlib.repr(apart.one), reprlib.repr(apart.other)
             text = f"stage {stage} has {mine}, stage {other_stage} has {theirs}"
             raise _MismatchError(text, apart.path if is_leaf else "")
+
+
+def _memory_of(leaf: Any) -> int:
+    is_there = type(leaf) is torch.Tensor and leaf.layout == torch.strided
+    return leaf.untyped_storage()._cdata if is_there else 0
 
 
 def _frame_of(value: Any) -> Any:

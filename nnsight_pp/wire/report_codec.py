@@ -14,7 +14,7 @@ from nnsight_pp.core.alike import Sampled
 from nnsight_pp.core.kept import Split
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.report import Elsewhere, Failure, Report
-from nnsight_pp.core.tree import map_leaves
+from nnsight_pp.core.tree import SharedMap, map_leaves
 from nnsight_pp.errors import ValueUnavailableError
 from nnsight_pp.wire.parcel import (
     LEAST_BYTES,
@@ -27,7 +27,9 @@ from nnsight_pp.wire.parcel import (
 from nnsight_pp.wire.value_codec import encode, from_bytes, in_one_piece, to_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from nnsight_pp.core.kept import FromHome
 
 log = logging.getLogger(__name__)
 
@@ -103,15 +105,22 @@ def _sendable_names(
     return sent, failure
 
 
-def without_remote(value: Any) -> Any:
-    """Return ``value`` with each remote leaf replaced by `Elsewhere`, or by this rank's own."""
+def shipping(home: Mapping[int, FromHome] | None = None) -> SharedMap:
+    """Return what turns values into what a report holds of them, one after the other.
 
-    def shipped(leaf: Any) -> Any:
-        if not issubclass(type(leaf), RemoteValue):
-            return leaf
-        return leaf._real_value() if leaf._is_of_this_rank() else _ELSEWHERE
+    A remote leaf becomes `Elsewhere`, or this rank's own. What is one container in several values
+    stays one.
 
-    return map_leaves(value, shipped)
+    Args:
+        home: By id: what stands for an object that the client has.
+    """
+    return SharedMap(_shipped, home)
+
+
+def _shipped(leaf: Any) -> Any:
+    if not issubclass(type(leaf), RemoteValue):
+        return leaf
+    return leaf._real_value() if leaf._is_of_this_rank() else _ELSEWHERE
 
 
 def as_witness(report: Report) -> Report:

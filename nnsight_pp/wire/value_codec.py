@@ -2,12 +2,13 @@
 
 The header is a pickle in which each tensor is a number; the payload holds the tensors' elements. So
 any mix of dtypes, tuples, dicts, dataclasses and `None` crosses, and the receiver needs no guess
-about sizes. A tensor that occurs twice is sent once. Tensors cross without their autograd graph,
-and arrive on the CPU; a parameter stays one.
+about sizes. A tensor that occurs twice is sent once; tensors and arrays that share memory arrive as
+views of one memory (`shared_memory`). Tensors cross without their autograd graph, and arrive on the
+CPU; a parameter stays one.
 
 A report may hold thousands of small tensors. Those of one dtype and shape lie behind each other as
 one tensor that holds them all, so that torch takes them apart, and not a loop here. Each that
-arrives has memory of its own, which goes with it.
+arrives and shared none has memory of its own, which goes with it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from array import array
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import cloudpickle
+import numpy as np
 import torch
+
+from nnsight_pp.wire.shared_memory import piece_of, pools_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +39,10 @@ _MOST_TOGETHER = 1 << 16
 # plain tensors, else whether the parameter requires grad, and how many there are. No class of ours:
 # it is pickled for each pull.
 _Group: TypeAlias = tuple[str, tuple[int, ...], int, bool | None, int]
+# How tensors lie in a piece that they share: its offset and length, and for each the dtype's name,
+# the shape, the strides, the byte where it begins, and the same about parameters.
+_View: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], int, bool | None]
+_Shared: TypeAlias = tuple[int, int, list[_View]]
 _DTYPES = {str(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 
 
@@ -43,8 +51,14 @@ def _numbered(number: int) -> NoReturn:
     raise pickle.UnpicklingError(f"tensor {number} of a header that was read without its payload")
 
 
+def _array_of(tensor: torch.Tensor, is_turned: bool) -> Any:
+    """Return the array that shows the memory of ``tensor``."""
+    array = tensor.numpy()
+    return array.T if is_turned else array
+
+
 class _Writer(cloudpickle.Pickler):
-    """Takes the tensors out of what it writes.
+    """Takes the tensors, and the arrays of torch's dtypes, out of what it writes.
 
     By `reducer_override`, which is not asked about numbers, texts and plain containers, as
     `persistent_id` is; and pickle itself knows a tensor that it has met before.
@@ -55,6 +69,12 @@ class _Writer(cloudpickle.Pickler):
         self.tensors: list[torch.Tensor] = []
 
     def reducer_override(self, obj: Any) -> Any:
+        kind: Any = type(obj)
+        if kind is np.ndarray:
+            turned = obj.flags.f_contiguous and not obj.flags.c_contiguous
+            tensor = _tensor_of(obj.T if turned else obj)
+            if tensor is not None:
+                return _array_of, (tensor, turned)
         if not _has_elements(obj):
             return super().reducer_override(obj)
         self.tensors.append(obj)
@@ -86,14 +106,20 @@ def encode(value: Any) -> tuple[bytes, list[torch.Tensor]]:
         writer = _Writer(file)
         writer.dump(value)
         body, tensors = file.getvalue(), writer.tensors
-    groups, members = _grouped(tensors)
-    table: list[_Group] = []
+    groups, members, num_pools = _grouped(tensors)
+    table: list[_Group | _Shared] = []
     pieces, offset = [], 0
-    for alike in groups:
+    for number, alike in enumerate(groups):
         first = alike[0]
-        flat = _flat(alike)
-        grad = first.requires_grad if isinstance(first, torch.nn.Parameter) else None
-        table.append((str(first.dtype), tuple(first.shape), offset, grad, len(alike)))
+        if number < num_pools:
+            flat, starts = piece_of(alike)
+            views = [_view(one, start) for one, start in zip(alike, starts, strict=True)]
+            table.append((offset, len(flat), views))
+        else:
+            flat = _flat(alike)
+            table.append(
+                (str(first.dtype), tuple(first.shape), offset, _grad_of(first), len(alike))
+            )
         padding = -len(flat) % _ALIGN
         pieces.append(flat)
         if padding:
@@ -102,14 +128,41 @@ def encode(value: Any) -> tuple[bytes, list[torch.Tensor]]:
     return pickle.dumps((body, table, members)), pieces
 
 
-def _grouped(tensors: list[torch.Tensor]) -> tuple[list[list[torch.Tensor]], bytes]:
-    """Return what lies together, and for each of several tensors the number of its group."""
+def _tensor_of(one: Any) -> torch.Tensor | None:
+    """Return a tensor that shows the memory of an array, or None where there is none such."""
+    if one.dtype.kind not in "fiubc" or not one.flags.writeable:
+        return None
+    try:
+        return torch.from_numpy(one)
+    except (TypeError, ValueError):  # numbers of another size or order; steps backwards
+        return None
+
+
+def _grad_of(tensor: torch.Tensor) -> bool | None:
+    return tensor.requires_grad if isinstance(tensor, torch.nn.Parameter) else None
+
+
+def _view(tensor: torch.Tensor, start: int) -> _View:
+    shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+    return str(tensor.dtype), shape, stride, start, _grad_of(tensor)
+
+
+def _grouped(tensors: list[torch.Tensor]) -> tuple[list[list[torch.Tensor]], bytes, int]:
+    """Return what lies together, and for each of several tensors the number of its group.
+
+    Last comes how many of the groups, the first ones, are tensors that share memory.
+    """
     if len(tensors) == 1:
-        return [tensors], b""
-    groups: list[list[torch.Tensor]] = []
+        return [tensors], b"", 0
+    pools = pools_of(tensors)
+    groups = [[tensors[number] for number in pool] for pool in pools]
+    pool_of = {number: which for which, pool in enumerate(pools) for number in pool}
     known: dict[Any, int] = {}
     members = array("I")
-    for tensor in tensors:
+    for place, tensor in enumerate(tensors):
+        if place in pool_of:
+            members.append(pool_of[place])
+            continue
         shape, dtype = tensor.shape, tensor.dtype
         number = len(groups)
         if tensor.numel() * dtype.itemsize <= _MOST_TOGETHER:
@@ -120,7 +173,7 @@ def _grouped(tensors: list[torch.Tensor]) -> tuple[list[list[torch.Tensor]], byt
             groups.append([])
         groups[number].append(tensor)
         members.append(number)
-    return groups, members.tobytes()
+    return groups, members.tobytes(), len(pools)
 
 
 def _flat(alike: list[torch.Tensor]) -> torch.Tensor:
@@ -143,7 +196,7 @@ def decode(header: bytes, payload: torch.Tensor) -> Any:
     Large tensors, and a tensor alone, lie in the payload and keep it; others are copied out of it.
     """
     body, table, members = pickle.loads(header)
-    groups = [_tensors(group, payload) for group in table]
+    groups = [_views(one, payload) if len(one) == 3 else _tensors(one, payload) for one in table]
     if body is None:
         return groups[0][0]
     tensors = groups[0] if len(groups) == 1 else _in_turn(groups, members)
@@ -170,6 +223,21 @@ def _has_elements(obj: Any) -> bool:
     if obj.is_meta:
         raise pickle.PicklingError("a tensor on the meta device has no elements to send")
     return obj.layout == torch.strided and not obj.is_quantized
+
+
+def _views(shared: _Shared, payload: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors of a piece of memory that they share."""
+    offset, length, views = shared
+    storage = payload[offset : offset + length].clone().untyped_storage()
+    found = []
+    for name, shape, stride, start, is_parameter in views:
+        dtype = _DTYPES[name]
+        one: Any = torch.empty(0, dtype=dtype)
+        one.set_(storage, start // dtype.itemsize, shape, stride)
+        if is_parameter is not None:
+            one = torch.nn.Parameter(one, requires_grad=is_parameter)
+        found.append(one)
+    return found
 
 
 def _tensors(group: _Group, payload: torch.Tensor) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.company import Member
 from nnsight_pp.engines.vllm.dependence import companies_of
-from nnsight_pp.engines.vllm.homecoming import located, make_change
+from nnsight_pp.engines.vllm.homecoming import at_home, located, make_change
 from nnsight_pp.engines.vllm.prompts import prompt_of, sampling_params
 from nnsight_pp.engines.vllm.root import name_of
 from nnsight_pp.engines.vllm.sequences import bound_by, by_sequence
@@ -277,6 +277,7 @@ class Batch:
             merged[request.trace] = by_sequence(found, request.message, self._precision)
         for members in self._companies:
             _fail_together([one.trace for one in members], merged)
+        merged = at_home([one.message for one in self._requests], merged)
         for request in self._requests:
             request.invocation.is_saved = True
             if request.message is None:

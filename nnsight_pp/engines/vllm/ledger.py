@@ -16,21 +16,23 @@ from nnsight_pp.core.rows import TokenCut, WholeCut
 from nnsight_pp.core.saved import SavedSet
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.company import BesideBlock, Company, cut_prompt
-from nnsight_pp.engines.vllm.outer import Before, change_of, is_outer, states_of
+from nnsight_pp.engines.vllm.homebound import sent_home, shipping_of
+from nnsight_pp.engines.vllm.outer import Before, states_of
 from nnsight_pp.engines.vllm.residents import Residents, edited
-from nnsight_pp.errors import EarlyStopException, InternalError, NotSupportedError
+from nnsight_pp.errors import EarlyStopException, InternalError
 from nnsight_pp.interleave.randomness import Randomness, draws_and_mentions
 from nnsight_pp.interleave.timeline import Timeline
 from nnsight_pp.interleave.worker import Worker
 from nnsight_pp.trace.names import SiblingNames
 from nnsight_pp.wire.block_codec import BlockMessage, decode_block, decode_blocks
-from nnsight_pp.wire.report_codec import failure_of, without_remote
+from nnsight_pp.wire.report_codec import failure_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nnsight_pp.core.protocols import Link, Switch
     from nnsight_pp.core.rows import Rows
+    from nnsight_pp.core.tree import SharedMap
     from nnsight_pp.engines.vllm.company import Member
     from nnsight_pp.engines.vllm.past_edits import PastEdits
     from nnsight_pp.interleave.interleaver import Interleaver
@@ -274,7 +276,7 @@ class Ledger:
             if traced.worker is not None:
                 traced.worker.cut = WholeCut()  # what is left to read is the result, as it is
             self._turns.finish(traced.request, result)
-            report = self._report(traced, result)
+            report = self._report(traced, result, shipping_of([traced]))
         except Exception:
             failure = failure_of(InternalError(traceback.format_exc()), "", self._stage, 0)
             report = Report(traced.request, self._stage, traced.trace, failure=failure)
@@ -298,7 +300,8 @@ class Ledger:
             company.timeline.end()
             for traced in members:
                 self._turns.finish(traced.request, results.get(traced.trace))
-            reports = [self._report(one, results.get(one.trace)) for one in members]
+            ship = shipping_of(members)
+            reports = [self._report(one, results.get(one.trace), ship) for one in members]
         except Exception:
             failure = failure_of(InternalError(traceback.format_exc()), "", self._stage, 0)
             reports = [
@@ -318,12 +321,13 @@ class Ledger:
         if traced.company is not None:
             self.companies.pop(traced.company.name, None)
 
-    def _report(self, traced: TracedRequest, result: Any) -> Report:
+    def _report(self, traced: TracedRequest, result: Any, ship: SharedMap) -> Report:
         worker, message, scope = traced.worker, traced.message, traced.scope
         error = traced.error
-        grown, refused = _grown(traced)
+        own = {} if scope is None else scope.own()
+        sent = sent_home(traced, own, ship)
         if error is None and worker is not None:
-            error = worker.error or edited(traced.given) or refused
+            error = worker.error or edited(traced.given) or sent.refused
         failure = None
         if error is not None and not isinstance(error, EarlyStopException):
             failed_at = worker.failed_at if worker is not None else 0
@@ -334,37 +338,19 @@ class Ledger:
                 failure = replace(failure, frames=(worker.error_at.frame(),))
         if worker is None or message is None or scope is None:
             return Report(traced.request, self._stage, traced.trace, failure=failure)
-        beside = [traced] if traced.company is None else traced.company.in_order()
-        messages = [one.message for one in beside if one.message is not None]
-        shipped = {id(value) for one in messages for value in one.names.values() if is_outer(value)}
-        own = scope.own()
-        saved = {
-            name: without_remote(own[name])
-            for name in sorted(message.block.binds())
-            if name in own and own[name] in worker.saves and id(own[name]) not in shipped
-        }
         return Report(
             traced.request,
             self._stage,
             traced.trace,
-            saved,
-            grown,
+            sent.saved,
+            sent.grown,
             failure,
             () if failure is not None else tuple(worker.warnings),
             trail=(worker.asked, worker.trail),
-            results=tuple(name for name in saved if own[name] is result),
+            results=tuple(name for name in sent.saved if own[name] is result),
             statistics=traced.statistics(),
-            kept={} if failure else self._residents.bound(message, traced.request, own, saved),
+            kept={} if failure else self._residents.bound(message, traced.request, own, sent.saved),
         )
-
-
-def _grown(traced: TracedRequest) -> tuple[dict[str, Any], Exception | None]:
-    """Return how the block changed what came with it, by name; the error where that cannot be."""
-    try:
-        changes = {name: change_of(before) for name, before in traced.before.items()}
-    except NotSupportedError as error:
-        return {}, error
-    return {name: without_remote(one) for name, one in changes.items() if one}, None
 
 
 def _name_module(names: dict[str, Any]) -> None:

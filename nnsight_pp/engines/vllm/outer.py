@@ -34,16 +34,12 @@ from typing import Any, NamedTuple, final
 import numpy as np
 import torch
 
+from nnsight_pp.core.kept import FromHome
 from nnsight_pp.core.meaning import all_codes
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.envoys.tree_node import TreeNode
 from nnsight_pp.errors import NotSupportedError, explain
 from nnsight_pp.wire.block_codec import is_users
-
-
-def is_outer(value: Any) -> bool:
-    """Whether ``value`` is one whose changes a block brings home by the value's own name."""
-    return type(value) in (list, dict, set) or _is_tensor(value)
 
 
 def _is_tensor(value: Any) -> bool:
@@ -56,6 +52,11 @@ _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _LEFT_ALONE = (
     *(Enum, BuiltinFunctionType, ModuleType, CodeType),
     *(frozenset, range, slice, np.generic, RemoteValue, TreeNode),
+)
+# Of torch's own objects, those that hold what changes.
+_LOOKED_INTO = (
+    *(torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
+    torch.amp.grad_scaler.GradScaler,
 )
 # What these hold is the model's, or a stand-in for it.
 _PACKAGES = frozenset({__name__.partition(".")[0], "vllm", "transformers", "tokenizers", "torch"})
@@ -75,12 +76,19 @@ class Seen(str):
     __slots__ = ()
 
 
+@final
+class Nth(int):
+    """Which value of a dict, in a path, where its key is an object of the rank's own."""
+
+    __slots__ = ()
+
+
 class Before(NamedTuple):
     """One object as it was before the block.
 
     Attributes:
-        path: What leads to it from what the name stands for: indices, keys, `Field`s and names
-            that a function has `Seen`.
+        path: What leads to it from what the name stands for: indices, keys, `Nth` values,
+            `Field`s and names that a function has `Seen`.
         now: The object, which the block may change.
         was: A copy of what is compared, or the checksum of a tensor or an array.
     """
@@ -109,6 +117,15 @@ def states_of(names: dict[str, Any], known: set[int]) -> dict[str, list[Before]]
     return found
 
 
+def home_of(trace: str, before: dict[str, list[Before]]) -> dict[int, FromHome]:
+    """Return, by id, what stands for each object that came with the block of ``trace``."""
+    return {
+        id(one.now): FromHome(trace, name, one.path)
+        for name, states in before.items()
+        for one in states
+    }
+
+
 def _note(value: Any, path: tuple[Any, ...], known: set[int], states: list[Before]) -> None:
     kind = type(value)
     if kind in _PLAIN or id(value) in known or issubclass(kind, _LEFT_ALONE):
@@ -118,7 +135,8 @@ def _note(value: Any, path: tuple[Any, ...], known: set[int], states: list[Befor
     if was is not None:
         states.append(Before(path, value, was))
     if issubclass(kind, dict):
-        members = list(value.items())
+        items = enumerate(value.items())
+        members = [(key if _is_text(key) else Nth(at), one) for at, (key, one) in items]
     elif issubclass(kind, (list, tuple, deque)):
         members = list(enumerate(value))
     elif type(was) is _Fields:
@@ -129,6 +147,8 @@ def _note(value: Any, path: tuple[Any, ...], known: set[int], states: list[Befor
     elif issubclass(kind, type) and was is not None:
         methods = [(name, one) for name, one in vars(value).items() if type(one) is FunctionType]
         members = [(Field(name), one) for name, one in methods]
+    elif kind is memoryview:
+        members = [(Field("obj"), value.obj)]
     elif issubclass(kind, MethodType):
         members = [(Field("__self__"), value.__self__), (Field("__func__"), value.__func__)]
     else:
@@ -136,6 +156,11 @@ def _note(value: Any, path: tuple[Any, ...], known: set[int], states: list[Befor
     for place, member in members:
         if type(member) not in _PLAIN:
             _note(member, (*path, place), known, states)
+
+
+def _is_text(key: Any) -> bool:
+    """Whether a dict finds by ``key`` what it has under an equal one."""
+    return type(key) in _PLAIN or (type(key) is tuple and all(map(_is_text, key)))
 
 
 class _Fields(dict[str, Any]):
@@ -153,6 +178,7 @@ class _Content(NamedTuple):
     dtype: Any
     version: int
     checksum: int
+    grad: Any = None
 
 
 class _Pickled(bytes):
@@ -174,9 +200,9 @@ def _state(value: Any, kind: type) -> Any:
     if issubclass(kind, (tuple, MethodType)):
         return None
     package = kind.__module__.partition(".")[0]
-    if package in _PACKAGES and not issubclass(kind, (torch.nn.Module, torch.Generator)):
+    if package in _PACKAGES and not issubclass(kind, (*_LOOKED_INTO, torch.Generator)):
         return None
-    is_known = issubclass(kind, (SimpleNamespace, torch.nn.Module)) or _is_of_the_user(kind)
+    is_known = issubclass(kind, (SimpleNamespace, *_LOOKED_INTO)) or _is_of_the_user(kind)
     if _pickles_itself(kind) and not is_known:
         return _pickled(value)
     return fields_of(value) if _has_fields(value) else _pickled(value)
@@ -188,7 +214,9 @@ def _content_of_tensor(value: torch.Tensor) -> _Content:
         # Not a copy, where it lies in this process in one piece.
         whole = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
         checksum = zlib.crc32(whole.view(-1).view(torch.uint8).numpy())
-    return _Content(tuple(value.shape), value.dtype, value._version, checksum)
+    grad = value.grad if value.is_leaf else None
+    of_grad = None if grad is None else _content_of_tensor(grad)
+    return _Content(tuple(value.shape), value.dtype, value._version, checksum, of_grad)
 
 
 def _content_of_array(value: Any) -> _Content:
@@ -277,7 +305,8 @@ def change_of(states: list[Before]) -> list[tuple[tuple[Any, ...], Any]]:
 def _change(before: Any, after: Any) -> Any:
     """Return how an object has changed, or None.
 
-    A list: ``("list", {index: item}, tail)``, or ``("list=", items)`` when it got shorter.
+    A list: ``("list", {index: item}, tail)``, or ``("list=", items)`` when it got shorter. A
+    tensor: ``("tensor", [itself], [its gradient])``, a list being empty where that is the same.
     """
     if isinstance(before, _Content):
         return _change_of_content(before, after)
@@ -291,7 +320,8 @@ def _change(before: Any, after: Any) -> Any:
         return ("list", slots, list(tail)) if slots or tail else None
     if isinstance(after, dict):
         changed, gone = _changed(before, after)
-        return ("dict", changed, gone) if changed or gone else None
+        # As pairs: a key may be an object that has come from home, such as a parameter.
+        return ("dict", list(changed.items()), gone) if changed or gone else None
     if isinstance(after, set):
         return ("set", sorted(after, key=repr)) if after != before else None
     if isinstance(after, deque):
@@ -324,10 +354,13 @@ def _change_of_content(before: _Content, after: Any) -> Any:
     is_tensor = isinstance(after, torch.Tensor)
     if (before.shape, before.dtype) != (tuple(after.shape), after.dtype):
         raise unknown(after)
-    if is_tensor and after._version != before.version:
-        return ("tensor", after)
     now = _content_of_tensor(after) if is_tensor else _content_of_array(after)
-    return None if now == before else ("tensor" if is_tensor else "array", after)
+    if now == before:
+        return None
+    if not is_tensor:
+        return ("array", after)
+    elements = [] if now._replace(grad=before.grad) == before else [after]
+    return ("tensor", elements, [] if now.grad == before.grad else [after.grad])
 
 
 def _change_of_array(before: Any, after: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
-from nnsight_pp.engines.vllm.homecoming import located, make_change
+from nnsight_pp.engines.vllm.homecoming import at_home, located, make_change
 from nnsight_pp.engines.vllm.root import name_of
 from nnsight_pp.engines.vllm.sequences import merged
 from nnsight_pp.envoys.cache_view import CacheView
@@ -171,6 +171,7 @@ class RequestEdits:
             if message.trace not in reports:
                 raise InternalError(f"no stage reported on trace {message.trace}")
             report = merged(reports[message.trace], message, precision)
+            report = at_home([message], {"": [report]})[""][0]
             self.saves.update(report.saved)
             for leaf in leaves((report.saved, report.grown)):
                 if isinstance(leaf, CacheView):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -14,10 +14,13 @@ import pytest
 import torch
 
 from nnsight_pp.core.block import Block
-from nnsight_pp.engines.vllm.homecoming import located, make_change
-from nnsight_pp.engines.vllm.outer import change_of, states_of
+from nnsight_pp.core.report import Report
+from nnsight_pp.engines.vllm.homecoming import at_home, located, make_change
+from nnsight_pp.engines.vllm.outer import change_of, home_of, states_of
 from nnsight_pp.errors import NotSupportedError
 from nnsight_pp.wire.block_codec import BlockMessage, decode_block, encode_block
+from nnsight_pp.wire.report_codec import shipping
+from nnsight_pp.wire.value_codec import from_bytes, to_bytes
 
 
 def brought_home(names: dict[str, Any], block: str) -> dict[str, Any]:
@@ -26,9 +29,17 @@ def brought_home(names: dict[str, Any], block: str) -> dict[str, Any]:
     theirs = decode_block(encode_block(message, lambda obj: None), lambda name: None).names
     states = states_of(theirs, set())
     exec(block, {}, theirs)
-    changes = [
-        one for name, before in states.items() for one in located(names[name], change_of(before))
-    ]
+    ship = shipping(home_of("t", states))
+    grown = {
+        name: [
+            (path, one if one[0] in ("tensor", "array") else ship(one))
+            for path, one in change_of(before)
+        ]
+        for name, before in states.items()
+    }
+    report = from_bytes(to_bytes(Report("r", 0, "t", grown=grown)))
+    report = at_home([replace(message, names=names)], {"t": [report]})["t"][0]
+    changes = [one for name in grown for one in located(names[name], report.grown[name])]
     for target, change in changes:
         make_change(target, change)
     return names
@@ -242,6 +253,92 @@ def test_what_unpickling_has_made_is_refused():
     one = Made()
     with pytest.raises(NotSupportedError, match="Made from around the block"):
         brought_home({"one": one}, "one.rows.append(1)")
+
+
+GRADIENTS = {
+    "the first": ("(2 * one).sum().backward()", None, 2.0),
+    "one more": ("(2 * one).sum().backward()", 1.0, 3.0),
+    "none": ("one.grad = None", 1.0, None),
+    "in place": ("one.grad.zero_()", 1.0, 0.0),
+    "the same": ("two = one.grad + 1", 1.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("how", GRADIENTS)
+def test_a_gradient_comes_home(how: str):
+    block, before, after = GRADIENTS[how]
+    for leaf in (torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2))):
+        held = None
+        if before is not None:
+            held = leaf.grad = torch.full((2,), before)
+        brought_home({"one": leaf}, block)
+        assert (None if leaf.grad is None else leaf.grad.tolist()) == (after and [after] * 2) or (
+            after == 0 and not leaf.grad.any()
+        )
+        assert held is None or leaf.grad is None or leaf.grad is held
+        assert leaf.tolist() == [1.0, 1.0]
+
+
+def test_a_gradient_of_what_was_computed_at_home_is_refused():
+    leaf = torch.ones(2, requires_grad=True)
+    with pytest.raises(NotSupportedError, match="A gradient flowed"):
+        brought_home({"one": leaf * 2}, "one.sum().backward()")
+    brought_home({"one": leaf * 2}, "two = one.sum()")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_an_optimizer_goes_on_at_home_with_the_users_parameters(kind: Any):
+    def run(block: Any) -> Any:
+        weight = torch.nn.Parameter(torch.ones(2))
+        more = {"momentum": 0.5} if kind is torch.optim.SGD else {}
+        optimizer = kind([weight], lr=0.1, **more)
+        names = {"one": weight, "optimizer": optimizer}
+        for _ in range(3):
+            block(names, "optimizer.zero_grad(); one.pow(2).sum().backward(); optimizer.step()")
+        return weight, optimizer
+
+    here, mine = run(lambda names, lines: exec(lines, {}, names))
+    home, theirs = run(brought_home)
+    assert torch.equal(here, home)
+    assert list(theirs.state) == [home]
+    assert mine.state_dict()["param_groups"] == theirs.state_dict()["param_groups"]
+
+
+def test_what_came_from_home_goes_home_as_itself():
+    inner, tensor = [1], torch.zeros(2)
+    names = {"one": [], "two": {"inner": inner, "tensor": tensor}, "three": Store()}
+    brought_home(
+        names,
+        "one.append(two['inner']); one.append((two['tensor'], three)); three.best = one; "
+        "three.values[two['tensor']] = two; two['tensor'][1] = 4; two['inner'].append(5)",
+    )
+    assert names["one"][0] is inner
+    assert names["one"][1][0] is tensor
+    assert names["one"][1][1] is names["three"]
+    assert names["three"].best is names["one"]
+    assert names["three"].values[tensor] is names["two"]
+    assert (inner, tensor.tolist()) == ([1, 5], [0.0, 4.0])
+
+
+def test_what_is_one_object_on_the_rank_is_one_at_home():
+    names: Any = {"one": [], "two": Store()}
+    brought_home(names, "x = [1]; one += [x, (x, x)]; two.best = x; two.rows.append(one)")
+    x = names["one"][0]
+    assert names["one"][1][0] is names["one"][1][1] is names["two"].best is x
+    assert names["two"].rows[0] is names["one"]
+
+
+def test_the_memory_behind_a_view_of_it_is_changed():
+    memory = bytearray(4)
+    brought_home({"one": memoryview(memory)[1:]}, "one[0] = 7")
+    assert memory == b"\0\7\0\0"
+
+
+def test_an_array_and_a_tensor_of_one_memory_are_edited_as_one():
+    array = np.zeros(4)
+    names = {"one": array, "two": Store(torch.from_numpy(array)[1:])}  # pyright: ignore[reportArgumentType]
+    brought_home(names, "one[1] = 5; two.rows[1] = one[1] + two.rows[0]")
+    assert array.tolist() == [0.0, 5.0, 10.0, 0.0]
 
 
 def counter() -> Any:

@@ -185,3 +185,56 @@ def test_an_array_alone_takes_along_no_more_than_itself():
         BlockMessage("t", BLOCK, {"row": np.zeros((1000, 1000))[3]}), lambda obj: None
     )
     assert len(data) < 20_000
+
+
+def test_an_array_and_a_tensor_of_one_memory_share_it_there():
+    array, tensor = np.zeros((3, 2)), torch.zeros(3)
+    names = {
+        "array": array[1:], "tensor": [torch.from_numpy(array)[:2, 1]],
+        "other": tensor, "shown": tensor.numpy()[1:], "again": torch.from_numpy(array[2]),
+    }  # fmt: skip
+    back = shipped(names).names
+    back["array"][0, 1] = 5
+    back["shown"][0] = 7
+    back["again"][0] = 3
+    assert back["tensor"][0].tolist() == [0.0, 5.0]
+    assert back["other"].tolist() == [0.0, 7.0, 0.0]
+    assert back["array"][1, 0] == 3
+    assert not array.any()
+
+
+def test_a_buffer_and_what_looks_into_it_share_memory_there():
+    buffer = bytearray(range(8))
+    names = {
+        "buffer": buffer, "array": np.frombuffer(buffer, dtype=np.uint16)[::-1],
+        "tensor": torch.frombuffer(buffer, dtype=torch.uint8, offset=2),
+        "view": memoryview(buffer)[2:6].cast("H"),
+    }  # fmt: skip
+    back = shipped(names).names
+    back["buffer"][2] = 200
+    back["view"][1] = 0
+    assert back["tensor"].tolist() == [200, 3, 0, 0, 6, 7]
+    assert back["array"].tolist() == [7 << 8 | 6, 0, 3 << 8 | 200, 1 << 8]
+    assert buffer == bytearray(range(8))
+
+
+def test_a_buffer_that_nobody_looks_into_can_grow_there():
+    back = shipped({"buffer": bytearray(b"ab"), "array": np.zeros(2)}).names
+    back["buffer"].append(99)
+    assert back["buffer"] == b"abc"
+
+
+def test_an_array_that_cannot_be_written_stays_so():
+    array = np.zeros(3)
+    shown = array[1:]
+    shown.flags.writeable = False
+    back = shipped({"array": array, "shown": shown}).names
+    back["array"][1] = 4
+    assert back["shown"].tolist() == [4.0, 0.0]
+    with pytest.raises(ValueError, match="read-only"):
+        back["shown"][0] = 1
+
+
+def test_a_view_with_steps_cannot_travel():
+    with pytest.raises(pickle.PicklingError, match="with steps"):
+        shipped({"view": memoryview(bytearray(8))[::2]})

@@ -50,6 +50,25 @@ def test_leaves_inside_dataclasses_and_named_tuples_are_merged():
     assert found == {"p": Point(1, 2), "q": Pair(1, 2)}
 
 
+def test_what_is_one_container_on_every_stage_is_one_afterwards():
+    def saved(real):
+        inner = [Elsewhere(), 1] if not real else [torch.ones(1), 1]
+        return {"x": inner, "y": (inner, inner), "z": {"a": inner}}
+
+    found = merged(saved(real=False), saved(real=True))
+    assert found["x"] is found["y"][0] is found["y"][1] is found["z"]["a"]
+    assert found["x"][0] is found["x"][0]
+
+
+def test_a_view_that_every_stage_has_is_taken_from_the_one_that_has_what_it_shows():
+    owned = torch.arange(4.0).reshape(2, 2)
+    found = merged(
+        {"whole": Elsewhere(), "turned": owned.T.clone()}, {"whole": owned, "turned": owned.T}
+    )
+    found["whole"][0, 1] = 9
+    assert found["turned"][1, 0] == 9
+
+
 def test_report_of_the_first_stage_names_the_request_and_all_are_counted():
     reports = [
         Report("r", 1, "t", warnings=("b", "a"), statistics={"pulls": 2}),

@@ -17,8 +17,8 @@ from nnsight_pp.wire.report_codec import (
     decode_reports,
     encode_reports,
     failure_of,
+    shipping,
     user_frames,
-    without_remote,
 )
 
 
@@ -92,7 +92,7 @@ def test_remote_leaves_are_left_to_their_owner():
     class Remote(RemoteValue):
         pass
 
-    assert without_remote([1, (Remote(), {"a": Remote()})]) == [
+    assert shipping()([1, (Remote(), {"a": Remote()})]) == [
         1,
         (Elsewhere(), {"a": Elsewhere()}),
     ]

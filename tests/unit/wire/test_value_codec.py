@@ -2,6 +2,7 @@ import pickle
 from collections import OrderedDict
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -163,12 +164,65 @@ def test_each_tensor_has_memory_of_its_own(numbers):
     assert [one._version for one in back] == [number + 1 for number in versions]
 
 
-def test_views_of_one_tensor_come_back_as_values_of_their_own():
+def test_views_of_one_tensor_come_back_as_views_of_one():
     whole = torch.arange(6.0).reshape(2, 3)
-    back, row, again = from_bytes(to_bytes((whole, whole[0], whole)))
+    back, row, again, turned = from_bytes(to_bytes((whole, whole[0], whole, whole.T)))
     assert again is back
-    back.zero_()
-    assert torch.equal(row, torch.arange(3.0))
+    assert same(turned, whole.T)
+    back[0, 1] = 9
+    assert row.tolist() == [0.0, 9.0, 2.0]
+    assert turned[1].tolist() == [9.0, 4.0]
+
+
+def test_parts_share_memory_also_where_the_whole_stays():
+    whole = torch.arange(12.0).reshape(3, 4)
+    row, column, other, far = from_bytes(
+        to_bytes([whole[0], whole[:, 0], whole.view(torch.int32)[0, 1:], torch.ones(3)])
+    )
+    row[0] = 7
+    assert column[0] == 7
+    assert other.tolist() == torch.tensor([1.0, 2.0, 3.0]).view(torch.int32).tolist()
+    assert far.tolist() == [1.0] * 3
+
+
+def test_columns_far_apart_take_along_nothing_between_them():
+    whole = torch.arange(8000.0).reshape(1000, 8)
+    value = [whole[:, 0], whole[:, 2]]
+    _, pieces = encode(value)
+    assert sum(len(piece) for piece in pieces) == 8000
+    assert all(same(a, b) for a, b in zip(from_bytes(to_bytes(value)), value, strict=True))
+
+
+def test_an_array_and_a_tensor_of_one_memory_come_back_as_that():
+    array = np.arange(6.0).reshape(2, 3)
+    back, part, tensor = from_bytes(to_bytes((array, array[1, ::2], torch.from_numpy(array).T)))
+    assert np.array_equal(back, array)
+    tensor[2, 1] = 9
+    assert back[1, 2] == part[1] == 9
+    part[0] = 8
+    assert tensor[0, 1] == 8
+
+
+ARRAYS = [
+    np.arange(6, dtype=np.uint16).reshape(2, 3).T, np.array(["a", "bc"]), np.array(3.5),
+    np.zeros(0),
+    np.arange(3.0)[::-1], np.array([None, 1]), np.zeros(2, dtype=">f4"), np.zeros(2, dtype="M8[s]"),
+    np.ones(3, dtype=bool), np.arange(2, dtype=np.longdouble), np.broadcast_to(np.ones(1), (3,)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda one: f"{one.dtype}{one.shape}")
+def test_every_kind_of_array_comes_back(array):
+    back = from_bytes(to_bytes([array, array.copy()]))[0]
+    assert np.array_equal(back, array)
+    assert (back.dtype, back.shape) == (array.dtype, array.shape)
+    assert back.flags.f_contiguous == array.flags.f_contiguous or array.strides[0] < 1
+
+
+def test_memory_of_odd_addresses_is_aligned_there():
+    memory = torch.arange(40, dtype=torch.uint8)
+    value = (memory[4:36].view(torch.float32), memory[7:20])
+    assert all(same(a, b) for a, b in zip(from_bytes(to_bytes(value)), value, strict=True))
 
 
 def test_header_alone_is_no_value():

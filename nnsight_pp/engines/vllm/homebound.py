@@ -1,0 +1,79 @@
+"""What a rank reports of a block: what it has saved, and how it changed what came with it.
+
+An object that came with the block goes home as a word for it, wherever it stands in what is
+reported: the client puts its own there (`homecoming`). What stands in several places is one object
+there too, and tensors and arrays that share memory share it (`wire.value_codec`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nnsight_pp.core.tree import HoldsItselfError
+from nnsight_pp.engines.vllm.outer import change_of, home_of
+from nnsight_pp.errors import NotSupportedError, explain
+from nnsight_pp.wire.report_codec import shipping
+
+if TYPE_CHECKING:
+    from nnsight_pp.core.kept import FromHome
+    from nnsight_pp.core.tree import SharedMap
+    from nnsight_pp.engines.vllm.ledger import TracedRequest
+
+
+class Sent(NamedTuple):
+    """What goes home of one block.
+
+    Attributes:
+        saved: What it has saved, by name.
+        grown: How it changed what came with it, by name.
+        refused: Why something of it cannot.
+    """
+
+    saved: dict[str, Any]
+    grown: dict[str, Any]
+    refused: Exception | None = None
+
+
+def shipping_of(requests: list[TracedRequest]) -> SharedMap:
+    """Return what brings the values of ``requests``, which share their objects, into reports."""
+    home: dict[int, FromHome] = {}
+    for traced in requests:
+        home.update(home_of(traced.trace, traced.before))
+    return shipping(home)
+
+
+def sent_home(traced: TracedRequest, own: dict[str, Any], ship: SharedMap) -> Sent:
+    """Return what goes home of the block of ``traced``, which has bound the names in ``own``."""
+    worker, message = traced.worker, traced.message
+    if worker is None or message is None:
+        return Sent({}, {})
+    grown: dict[str, Any] = {}
+    saved: dict[str, Any] = {}
+    name = ""
+    try:
+        for name in sorted(message.block.binds()):
+            if name in own and own[name] in worker.saves:
+                saved[name] = ship(own[name])
+        for name, before in traced.before.items():
+            changes = change_of(before)
+            if changes:
+                # The elements of a tensor or an array are sent, though it stands at home.
+                grown[name] = [
+                    (path, one if one[0] in ("tensor", "array") else ship(one))
+                    for path, one in changes
+                ]
+    except NotSupportedError as error:
+        return Sent(saved, {}, error)
+    except HoldsItselfError as error:
+        return Sent({}, {}, _holds_itself(name, str(error)))
+    return Sent(saved, grown)
+
+
+def _holds_itself(name: str, kind: str) -> NotSupportedError:
+    return NotSupportedError(
+        explain(
+            f"A {kind} in {name!r} holds itself.",
+            why="What a block saves is brought from the ranks piece by piece.",
+            todo="Save the parts of it.",
+        )
+    )
