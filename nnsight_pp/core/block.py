@@ -108,6 +108,13 @@ class Block:
         ]
         return max(found)[1] if found else None
 
+    def line_naming(self, name: str) -> int | None:
+        """Return the first line with the name or attribute ``name``; None for none."""
+        for node in ast.walk(ast.parse(_text_of(self), self.filename)):
+            if name in (getattr(node, "id", None), getattr(node, "attr", None)):
+                return getattr(node, "lineno", None)
+        return None
+
     def uses(self) -> Uses:
         """Return what the block may do with the names around it."""
         return _uses(self)

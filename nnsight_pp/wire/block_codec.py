@@ -13,19 +13,20 @@ import io
 import pickle
 import sys
 import sysconfig
-from array import array
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
 import torch
 
+from nnsight_pp.core.meaning import all_codes
+from nnsight_pp.wire.odd_objects import BUFFERS, GlobalsOf, reduced, shown_module
 from nnsight_pp.wire.shared_memory import (
     memory_at,
     overlapping,
@@ -34,7 +35,7 @@ from nnsight_pp.wire.shared_memory import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from nnsight_pp.core.block import Block
 
@@ -42,8 +43,11 @@ _LIBRARY_FOLDERS = tuple(
     Path(sysconfig.get_path(name)).resolve()
     for name in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-# They own their memory, and others may look into it.
-_BUFFERS = (bytearray, array)
+# An array that is made anew whenever its owner is pickled is never known.
+_MOST_PASSES = 4
+_CACHED = type(lru_cache(int))
+# Stands for a module that is not there.
+_MAIN = ModuleType("__main__")
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _PACKAGE = __name__.partition(".")[0]
 # What cloudpickle ships by value is noted for the whole process.
@@ -62,6 +66,7 @@ class BlockMessage:
         seed: Seeds the numbers that the block draws, alike on every rank.
         grad_enabled: Grad mode of the user's thread at the `with`.
         session: The client's name for the session that it is part of, or an empty text.
+        dtype: torch's default dtype of the user's process, likewise.
         frame: Names the frame in which it is written: blocks of one frame share names.
     """
 
@@ -73,6 +78,7 @@ class BlockMessage:
     seed: int = 0
     frame: int = 0
     session: str = ""
+    dtype: torch.dtype = torch.float32
 
 
 class _Writer(cloudpickle.Pickler):
@@ -83,6 +89,7 @@ class _Writer(cloudpickle.Pickler):
         name_of: Returns what travels in an object's place, or None.
         stack: Undoes, at its end, what is noted for the whole process.
         pieces: By the key of a memory: the buffer that travels for it, and where it begins there.
+        mentioned: What of the user's modules travels.
     """
 
     def __init__(
@@ -91,27 +98,30 @@ class _Writer(cloudpickle.Pickler):
         name_of: Callable[[Any], Any],
         stack: ExitStack,
         pieces: dict[Any, tuple[Any, int]],
+        mentioned: frozenset[str],
     ) -> None:
         super().__init__(file)
         self._name_of = name_of
         self._stack = stack
         self._pieces = pieces
+        self._mentioned = mentioned
+        # The user's modules that were met, and what the code that was met mentions.
+        self.modules: dict[int, ModuleType] = {}
+        self.mentions = set(mentioned)
         # By the address of each: torch makes a new object of a storage at every look.
         self._storages: dict[int, Any] = {}
         # What was met, by its key: where its memory lies, and what keeps it.
         self.met: dict[Any, tuple[tuple[int, int], Any]] = {}
 
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) in _BUFFERS:
+        if type(obj) in BUFFERS:
             self.met[id(obj)] = span_of_buffer(obj), obj
         return self._name_of(obj)
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if isinstance(obj, (FunctionType, type)):
-            module = sys.modules.get(getattr(obj, "__module__", None) or "")
-            if module is not None and is_users(module):
-                self._by_value(module)
+            self._note_code(obj)
         elif kind is torch.storage.TypedStorage:
             storage = obj._untyped_storage
             return _typed, (self._storages.setdefault(storage._cdata, storage), obj.dtype)
@@ -124,12 +134,37 @@ class _Writer(cloudpickle.Pickler):
                 start += obj.__array_interface__["data"][0] - span_of_array(obj)[0]
                 facts = (obj.shape, obj.dtype, whole, start, obj.strides)
                 return _array, (facts, bool(obj.flags.writeable))
-        elif kind is memoryview:
-            return _looking, _look_of(obj)
         elif kind in _TENSORS and obj.is_leaf and obj.grad is not None:
             # torch leaves it at home.
             return (*obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL), obj.grad, None, None, _set_grad)
+        elif kind is ModuleType and is_users(obj):
+            return self._module(obj)
+        elif kind is not _CACHED or is_users(sys.modules.get(obj.__module__, _MAIN)):
+            found = reduced(obj)
+            if found is not None:
+                return found
         return super().reducer_override(obj)
+
+    def _note_code(self, obj: Any) -> None:
+        """Let a function or a class of the user's own file travel by value."""
+        is_function = isinstance(obj, FunctionType)
+        if is_function:
+            self.mentions |= _mentioned_in(obj.__code__)
+        module = sys.modules.get(getattr(obj, "__module__", None) or "")
+        if module is not None and is_users(module):
+            self._by_value(module)
+            if is_function and obj.__globals__ is vars(module):
+                self._globals_of(module)
+
+    def _module(self, module: ModuleType) -> Any:
+        names = vars(module)
+        self.modules[id(module)] = module
+        shown = {one: names[one] for one in names if one in self._mentioned and one[:2] != "__"}
+        return shown_module(self._globals_of(module).beginning, shown)
+
+    def _globals_of(self, module: ModuleType) -> GlobalsOf:
+        """Return what functions of ``module`` have as their globals on the rank."""
+        return self.globals_ref.setdefault(id(vars(module)), GlobalsOf(module))
 
     def _storage(self, obj: torch.UntypedStorage) -> Any:
         key = "storage", obj._cdata
@@ -171,27 +206,6 @@ def _array(facts: tuple[Any, ...], is_writeable: bool) -> Any:
     return array
 
 
-def _looking(whole: Any, start: int, stop: int, how: tuple[Any, ...]) -> memoryview:
-    code, shape, is_readonly = how
-    view = memoryview(whole).cast("B")[start:stop].cast(code, shape)
-    return view.toreadonly() if is_readonly else view
-
-
-def _look_of(view: memoryview) -> tuple[Any, ...]:
-    """Return what `_looking` takes.
-
-    Raises:
-        PicklingError: It looks at its memory in another way than from one place to another.
-    """
-    whole = view.obj
-    if not view.c_contiguous or type(whole) not in (*_BUFFERS, bytes, np.ndarray):
-        text = "a memoryview with steps, or of something else than bytes and arrays, cannot travel"
-        raise pickle.PicklingError(text)
-    first = span_of_buffer(memoryview(whole).cast("B"))[0]
-    start, stop = (at - first for at in span_of_buffer(view.cast("B")))
-    return whole, start, stop, (view.format, view.shape, view.readonly)
-
-
 def _pieces_of(met: dict[Any, tuple[tuple[int, int], Any]]) -> dict[Any, tuple[Any, int]]:
     """Return what travels for memory that several objects look at, and where each begins in it."""
     keys = list(met)
@@ -201,7 +215,7 @@ def _pieces_of(met: dict[Any, tuple[tuple[int, int], Any]]) -> dict[Any, tuple[A
         start, stop = min(spans)[0], max(end for _, end in spans)
         owners = [met[keys[number]][1] for number in pool]
         # One that is a buffer itself holds all of it.
-        own = [one for one in owners if type(one) in _BUFFERS]
+        own = [one for one in owners if type(one) in BUFFERS]
         whole = own[0] if own else bytearray(memory_at(start, stop))
         for number in pool:
             found[keys[number]] = whole, met[keys[number]][0][0] - start
@@ -240,24 +254,42 @@ def encode_block(message: BlockMessage, name_of: Callable[[Any], Any]) -> bytes:
         message: The block and its names.
         name_of: Returns what stands for an object that exists on both sides, or None.
     """
-    return _encoded(message, name_of)
+    return _encoded(message, [message], name_of)
 
 
 def encode_blocks(messages: list[BlockMessage], name_of: Callable[[Any], Any]) -> bytes:
     """Return ``messages`` as bytes; what is one object in several of them stays one."""
-    return _encoded(messages, name_of)
+    return _encoded(messages, messages, name_of)
 
 
-def _encoded(value: Any, name_of: Callable[[Any], Any]) -> bytes:
+def _encoded(value: Any, messages: Sequence[BlockMessage], name_of: Callable[[Any], Any]) -> bytes:
+    pieces: dict[Any, tuple[Any, int]] = {}
+    mentioned = frozenset().union(*(_mentioned_in(one.block.code()) for one in messages))
+    kept = []  # what is met keeps its id
     with _registry, ExitStack() as stack:
-        file = io.BytesIO()
-        writer = _Writer(file, name_of, stack, {})
-        writer.dump(value)
-        pieces = _pieces_of(writer.met)
-        if pieces:  # now it is known, so once more
+        while True:
             file = io.BytesIO()
-            _Writer(file, name_of, stack, pieces).dump(value)
-    return file.getvalue()
+            writer = _Writer(file, name_of, stack, pieces, mentioned)
+            writer.dump(value)
+            kept.append(writer.met)
+            found = _pieces_of(writer.met)
+            more = {one for module in writer.modules.values() for one in vars(module)}
+            more &= writer.mentions - mentioned
+            is_known = found.keys() <= pieces.keys() or len(kept) > _MOST_PASSES
+            if is_known and not more:
+                return file.getvalue()
+            # Now it is known, so once more.
+            pieces, mentioned = found, mentioned | more
+
+
+@lru_cache(maxsize=1024)
+def _mentioned_in(code: CodeType) -> frozenset[str]:
+    """Return the names and attributes that ``code`` mentions, and texts that may be such."""
+    found: set[str] = set()
+    for one in all_codes(code):
+        found.update(one.co_names)
+        found.update(text for text in one.co_consts if type(text) is str and text.isidentifier())
+    return frozenset(found)
 
 
 def decode_block(data: bytes, object_of: Callable[[Any], Any]) -> BlockMessage:

@@ -25,6 +25,7 @@ from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.company import Member
 from nnsight_pp.engines.vllm.dependence import companies_of
 from nnsight_pp.engines.vllm.homecoming import at_home, located, make_change
+from nnsight_pp.engines.vllm.message import message_of
 from nnsight_pp.engines.vllm.prompts import prompt_of, sampling_params
 from nnsight_pp.engines.vllm.root import name_of
 from nnsight_pp.engines.vllm.sequences import bound_by, by_sequence
@@ -168,14 +169,8 @@ class Batch:
         request = _Request(invocation, trace, prompt, merged, edits, adapter)
         block = invocation.block
         if not block.does_nothing():
-            around = invocation.names.beyond_siblings() if depends else invocation.names
-            names = around.look_up(block.needs())
-            saved = tuple(name for name, value in names.items() if value in invocation.saves)
-            # Drawn here, so that the user's `torch.manual_seed` decides what the block draws.
-            seed = int(torch.randint(1 << 62, ()).item())
-            grad, frame = torch.is_grad_enabled(), invocation.frame
             session = "" if self._session is None else self._session.name
-            request.message = BlockMessage(trace, block, names, saved, grad, seed, frame, session)
+            request.message = message_of(trace, invocation, session, depends=depends)
         return request
 
     @staticmethod

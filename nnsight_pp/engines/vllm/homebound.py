@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nnsight_pp.core.tree import HoldsItselfError
+from nnsight_pp.engines.vllm.members import PLAIN, Around
 from nnsight_pp.engines.vllm.outer import change_of, home_of
 from nnsight_pp.errors import NotSupportedError, explain
 from nnsight_pp.wire.report_codec import shipping
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from nnsight_pp.core.kept import FromHome
     from nnsight_pp.core.tree import SharedMap
     from nnsight_pp.engines.vllm.ledger import TracedRequest
+    from nnsight_pp.engines.vllm.outer import Before
 
 
 class Sent(NamedTuple):
@@ -56,6 +58,7 @@ def sent_home(traced: TracedRequest, own: dict[str, Any], ship: SharedMap) -> Se
                 saved[name] = ship(own[name])
         for name, before in traced.before.items():
             changes = change_of(before)
+            _check_names(before, changes, message.names)
             if changes:
                 # The elements of a tensor or an array are sent, though it stands at home.
                 grown[name] = [
@@ -67,6 +70,38 @@ def sent_home(traced: TracedRequest, own: dict[str, Any], ship: SharedMap) -> Se
     except HoldsItselfError as error:
         return Sent({}, {}, _holds_itself(name, str(error)))
     return Sent(saved, grown)
+
+
+def _check_names(
+    before: list[Before], changes: list[tuple[tuple[Any, ...], Any]], names: dict[str, Any]
+) -> None:
+    """Refuse where a function has bound anew a global name that the block looks up as well.
+
+    Raises:
+        NotSupportedError: The block has its names, and the function has those of its module.
+    """
+    functions = {one.path: one for one in before if isinstance(one.was, Around)}
+    for path, change in changes:
+        if change[0] != "around":
+            continue
+        function = functions[path]
+        for name in (*change[1], *change[2]):
+            is_global = name not in function.now.__code__.co_freevars
+            if is_global and name in names and _is_same(names[name], function.was.get(name)):
+                raise NotSupportedError(
+                    explain(
+                        f"{function.now.__qualname__} has bound the global name {name!r}, which "
+                        "the block looks up too.",
+                        why="On the ranks a function has the names of its module, and the block "
+                        "has those that came with it.",
+                        todo="Let it return the value, or keep it in a list or an object.",
+                    )
+                )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    is_plain = type(one) in PLAIN and type(one) is type(other)
+    return one is other or (is_plain and one == other)
 
 
 def _holds_itself(name: str, kind: str) -> NotSupportedError:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +14,8 @@ import torch
 
 from nnsight_pp.core.kept import FromHome
 from nnsight_pp.core.tree import SharedMap, leaves
-from nnsight_pp.engines.vllm.outer import Field, Nth, Seen, around_of, fields_of, slots_of, unknown
+from nnsight_pp.engines.vllm.members import member_at, slots_of
+from nnsight_pp.engines.vllm.outer import unknown
 from nnsight_pp.errors import NotSupportedError, explain
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def _no_leaf(tensor: torch.Tensor) -> NotSupportedError:
 def _object_at(target: Any, path: tuple[Any, ...]) -> Any:
     for place in path:
         try:
-            target = _member(target, place)
+            target = member_at(target, place)
         except (KeyError, IndexError, AttributeError) as error:  # made when the copy was unpickled
             raise unknown(target) from error
     return target
@@ -84,15 +85,6 @@ def at_home(
         trace: [replace(one, saved=swap(one.saved), grown=swap(one.grown)) for one in found]
         for trace, found in reports.items()
     }
-
-
-def _member(one: Any, place: Any) -> Any:
-    if type(place) is Field:
-        is_named = place == "__class__" or isinstance(one, (MethodType, memoryview))
-        return getattr(one, place) if is_named else fields_of(one)[place]
-    if type(place) is Nth:
-        return list(one.values())[place]
-    return around_of(one)[place] if type(place) is Seen else one[place]
 
 
 def make_change(target: Any, change: Any) -> None:
@@ -139,7 +131,7 @@ def _go_on_drawing(target: Any, state: Any) -> None:
     """Let a generator of random numbers go on where the rank's copy of it has stopped."""
     if isinstance(target, np.random.Generator):
         target.bit_generator.state = state
-    elif isinstance(target, torch.Generator):
+    elif isinstance(target, (torch.Generator, np.random.RandomState)):
         target.set_state(state)
     else:
         target.setstate(state)

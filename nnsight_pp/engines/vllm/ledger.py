@@ -196,6 +196,7 @@ class Ledger:
                 message.seed + compat.sequence_of(traced.request),
                 python=draws.python,
                 numpy=draws.numpy,
+                dtype=message.dtype,
             ),
         )
         traced.worker.writes_raw = writes_raw
@@ -327,7 +328,8 @@ class Ledger:
         own = {} if scope is None else scope.own()
         sent = sent_home(traced, own, ship)
         if error is None and worker is not None:
-            error = worker.error or edited(traced.given) or sent.refused
+            left = worker.randomness.left_dtype() if worker.randomness is not None else None
+            error = worker.error or edited(traced.given) or sent.refused or left
         failure = None
         if error is not None and not isinstance(error, EarlyStopException):
             failed_at = worker.failed_at if worker is not None else 0

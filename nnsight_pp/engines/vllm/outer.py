@@ -20,26 +20,27 @@ import random
 import sys
 import zlib
 from collections import deque
-from enum import Enum
-from types import (
-    BuiltinFunctionType,
-    CodeType,
-    FunctionType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
-from typing import Any, NamedTuple, final
+from types import FunctionType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from nnsight_pp.core.kept import FromHome
-from nnsight_pp.core.meaning import all_codes
 from nnsight_pp.core.protocols import RemoteValue
-from nnsight_pp.envoys.tree_node import TreeNode
+from nnsight_pp.engines.vllm.members import (
+    HOLDERS,
+    LEFT_ALONE,
+    PLAIN,
+    Around,
+    around_of,
+    fields_of,
+    has_fields,
+    members_of,
+)
 from nnsight_pp.errors import NotSupportedError, explain
 from nnsight_pp.wire.block_codec import is_users
+from nnsight_pp.wire.odd_objects import ShownModule
 
 
 def _is_tensor(value: Any) -> bool:
@@ -47,12 +48,6 @@ def _is_tensor(value: Any) -> bool:
     return not issubclass(type(value), RemoteValue) and isinstance(value, torch.Tensor)
 
 
-_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
-# Never changed by a block, or the same on every side.
-_LEFT_ALONE = (
-    *(Enum, BuiltinFunctionType, ModuleType, CodeType),
-    *(frozenset, range, slice, np.generic, RemoteValue, TreeNode),
-)
 # Of torch's own objects, those that hold what changes.
 _LOOKED_INTO = (
     *(torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
@@ -60,27 +55,6 @@ _LOOKED_INTO = (
 )
 # What these hold is the model's, or a stand-in for it.
 _PACKAGES = frozenset({__name__.partition(".")[0], "vllm", "transformers", "tokenizers", "torch"})
-
-
-@final
-class Field(str):
-    """The name of an attribute, in a path."""
-
-    __slots__ = ()
-
-
-@final
-class Seen(str):
-    """A name that a function sees from around itself, in a path."""
-
-    __slots__ = ()
-
-
-@final
-class Nth(int):
-    """Which value of a dict, in a path, where its key is an object of the rank's own."""
-
-    __slots__ = ()
 
 
 class Before(NamedTuple):
@@ -128,47 +102,17 @@ def home_of(trace: str, before: dict[str, list[Before]]) -> dict[int, FromHome]:
 
 def _note(value: Any, path: tuple[Any, ...], known: set[int], states: list[Before]) -> None:
     kind = type(value)
-    if kind in _PLAIN or id(value) in known or issubclass(kind, _LEFT_ALONE):
+    if kind in PLAIN or id(value) in known:
+        return
+    if issubclass(kind, LEFT_ALONE) and kind is not ShownModule:
         return
     known.add(id(value))
     was = _state(value, kind)
     if was is not None:
         states.append(Before(path, value, was))
-    if issubclass(kind, dict):
-        items = enumerate(value.items())
-        members = [(key if _is_text(key) else Nth(at), one) for at, (key, one) in items]
-    elif issubclass(kind, (list, tuple, deque)):
-        members = list(enumerate(value))
-    elif type(was) is _Fields:
-        _note(kind, (*path, Field("__class__")), known, states)
-        members = [(Field(name), member) for name, member in was.items()]
-    elif type(was) is _Around:
-        members = [(Seen(name), member) for name, member in was.items()]
-    elif issubclass(kind, type) and was is not None:
-        methods = [(name, one) for name, one in vars(value).items() if type(one) is FunctionType]
-        members = [(Field(name), one) for name, one in methods]
-    elif kind is memoryview:
-        members = [(Field("obj"), value.obj)]
-    elif issubclass(kind, MethodType):
-        members = [(Field("__self__"), value.__self__), (Field("__func__"), value.__func__)]
-    else:
-        return
-    for place, member in members:
-        if type(member) not in _PLAIN:
+    for place, member in members_of(value, was):
+        if type(member) not in PLAIN:
             _note(member, (*path, place), known, states)
-
-
-def _is_text(key: Any) -> bool:
-    """Whether a dict finds by ``key`` what it has under an equal one."""
-    return type(key) in _PLAIN or (type(key) is tuple and all(map(_is_text, key)))
-
-
-class _Fields(dict[str, Any]):
-    """The attributes of an object."""
-
-
-class _Around(dict[str, Any]):
-    """The names that a function sees from around itself."""
 
 
 class _Content(NamedTuple):
@@ -197,15 +141,17 @@ def _state(value: Any, kind: type) -> Any:
         return value.copy()
     if issubclass(kind, FunctionType):
         return around_of(value) if _is_of_the_user(value) else None
-    if issubclass(kind, (tuple, MethodType)):
+    if issubclass(kind, (tuple, *HOLDERS)):
         return None
+    if kind is ShownModule:
+        return fields_of(value)
     package = kind.__module__.partition(".")[0]
     if package in _PACKAGES and not issubclass(kind, (*_LOOKED_INTO, torch.Generator)):
         return None
     is_known = issubclass(kind, (SimpleNamespace, *_LOOKED_INTO)) or _is_of_the_user(kind)
     if _pickles_itself(kind) and not is_known:
         return _pickled(value)
-    return fields_of(value) if _has_fields(value) else _pickled(value)
+    return fields_of(value) if has_fields(value) else _pickled(value)
 
 
 def _content_of_tensor(value: torch.Tensor) -> _Content:
@@ -223,19 +169,6 @@ def _content_of_array(value: Any) -> _Content:
     is_plain = type(value) is np.ndarray and value.flags.c_contiguous and value.dtype.itemsize
     data = value.reshape(-1).view(np.uint8) if is_plain else value.tobytes()
     return _Content(value.shape, value.dtype, 0, zlib.crc32(data))
-
-
-def around_of(function: FunctionType) -> _Around:
-    """Return what the names stand for that ``function`` takes from around itself."""
-    names = {name for code in all_codes(function.__code__) for name in code.co_names}
-    found = _Around((name, one) for name, one in function.__globals__.items() if name in names)
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    for name, cell in cells:
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:
-            found.pop(name, None)  # not bound
-    return found
 
 
 def _is_of_the_user(kind: Any) -> bool:
@@ -264,32 +197,6 @@ def _pickled(value: Any) -> _Pickled | None:
 
 def _is_descriptor(kind: type) -> bool:
     return any("__get__" in one.__dict__ for one in kind.__mro__)
-
-
-def slots_of(kind: type) -> list[str]:
-    """Return the names of the attributes that objects of ``kind`` have in slots."""
-    found = []
-    for one in kind.__mro__:
-        slots = one.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            is_private = name.startswith("__") and not name.endswith("__")
-            found.append(f"_{one.__name__.lstrip('_')}{name}" if is_private else name)
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
-
-
-def _has_fields(value: Any) -> bool:
-    return bool(slots_of(type(value))) or getattr(value, "__dict__", None) is not None
-
-
-def fields_of(value: Any) -> _Fields:
-    """Return the attributes that an object has of its own."""
-    found = _Fields(getattr(value, "__dict__", ()))
-    for name in slots_of(type(value)):
-        try:
-            found[name] = object.__getattribute__(value, name)
-        except AttributeError:
-            continue  # not set
-    return found
 
 
 def change_of(states: list[Before]) -> list[tuple[tuple[Any, ...], Any]]:
@@ -333,7 +240,7 @@ def _change(before: Any, after: Any) -> Any:
         return _change_of_array(before, after)
     if type(before) is _Pickled:
         return None if _pickled(after) in (before, None) else ("drawn", _state_of_drawing(after))
-    is_function = type(before) is _Around
+    is_function = type(before) is Around
     changed, gone = _changed(before, around_of(after) if is_function else fields_of(after))
     return ("around" if is_function else "fields", changed, gone) if changed or gone else None
 
@@ -376,6 +283,8 @@ def _state_of_drawing(value: Any) -> Any:
         return value.getstate()
     if isinstance(value, np.random.Generator):
         return value.bit_generator.state
+    if isinstance(value, np.random.RandomState):
+        return value.get_state()
     if isinstance(value, torch.Generator):
         return value.get_state()
     raise unknown(value)

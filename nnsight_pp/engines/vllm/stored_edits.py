@@ -129,7 +129,14 @@ class RequestEdits:
             names = edit.names.look_up(edit.block.needs())
             name = f"{trace} edit {number}"
             messages.append(
-                BlockMessage(name, edit.block, names, (), torch.is_grad_enabled(), seed)
+                BlockMessage(
+                    name,
+                    edit.block,
+                    names,
+                    grad_enabled=torch.is_grad_enabled(),
+                    seed=seed,
+                    dtype=torch.get_default_dtype(),
+                )
             )
         return cls(messages)
 

@@ -1,9 +1,11 @@
 """What a rank keeps of a request whose reports are gone: nothing, without collecting cycles."""
 
 import gc
+import sys
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 
 pytest.importorskip("vllm")
@@ -71,3 +73,30 @@ def test_what_a_block_has_saved_goes_with_its_request():
     finally:
         gc.enable()
         fabric.close()
+
+
+def bind_anew() -> int:
+    global NUMBER
+    NUMBER += 1.5
+    return 1
+
+
+NUMBER = 0.5
+
+
+@pytest.mark.parametrize(("text", "is_refused"), [("bind() + NUMBER", True), ("bind()", False)])
+def test_a_global_name_that_a_function_binds_and_the_block_looks_up(text: str, is_refused: bool):
+    fabric = MemoryFabric(2, lambda value, _: value, lambda value: value)
+    turns, ledger = a_rank(fabric)
+    names = {"bind": bind_anew, **({"NUMBER": NUMBER} if is_refused else {})}
+    message = BlockMessage("t", Block("user.py", 1, f"    got = {text}\n", "run"), names)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        traced = ledger.add("request", "t", 1, encode_block(message, lambda value: None))
+        turns.open_step("request", 0)
+        report = ledger.close(traced, None)
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+        fabric.close()
+    assert (report.failure is not None) == is_refused
+    assert report.failure is None or "bind_anew has bound the global name" in report.failure.text

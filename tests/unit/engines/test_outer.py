@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
 import random
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -25,7 +29,7 @@ from nnsight_pp.wire.value_codec import from_bytes, to_bytes
 
 def brought_home(names: dict[str, Any], block: str) -> dict[str, Any]:
     """Run ``block`` on a copy of ``names``, as a rank does; return ``names`` with its changes."""
-    message = BlockMessage("t", Block("user.py", 3, "    pass\n", "run"), names)
+    message = BlockMessage("t", Block("user.py", 3, f"    {block}\n", "run"), names)
     theirs = decode_block(encode_block(message, lambda obj: None), lambda name: None).names
     states = states_of(theirs, set())
     exec(block, {}, theirs)
@@ -339,6 +343,48 @@ def test_an_array_and_a_tensor_of_one_memory_are_edited_as_one():
     names = {"one": array, "two": Store(torch.from_numpy(array)[1:])}  # pyright: ignore[reportArgumentType]
     brought_home(names, "one[1] = 5; two.rows[1] = one[1] + two.rows[0]")
     assert array.tolist() == [0.0, 5.0, 10.0, 0.0]
+
+
+def noting(value: int, seen: list[int] = [], *, more: dict[int, int] = {}) -> None:  # noqa: B006
+    seen.append(value)
+    more[value] = len(seen)
+
+
+def test_what_a_function_keeps_in_its_defaults_and_attributes():
+    brought_home({"noting": noting}, "noting(3); noting.calls = [noting]; noting(4)")
+    assert noting.__defaults__ == ([3, 4],)
+    assert noting.__kwdefaults__ == {"more": {3: 1, 4: 2}}
+    assert vars(noting)["calls"][0] is noting
+
+
+def test_what_methods_of_containers_change():
+    rows: list[int] = []
+    table: dict[str, int] = {}
+    put = functools.partial(table.__setitem__, "b")
+    brought_home({"one": rows.append, "two": table.update, "put": put}, "one(3); two(a=1); put(4)")
+    assert (rows, table) == ([3], {"a": 1, "b": 4})
+
+
+def test_the_state_of_numpys_older_generator_goes_on_at_home():
+    numbers = np.random.RandomState(3)
+    found = brought_home({"draw": numbers.rand, "seen": []}, "seen.append(draw())")["seen"]
+    again = np.random.RandomState(3)
+    assert (found[0], numbers.rand()) == (again.rand(), again.rand())
+
+
+def test_a_module_of_the_user_is_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "nnsight_pp_settings.py").write_text(
+        "ALPHA, ROWS = 1, []\ndef alpha(): return ALPHA"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("nnsight_pp_settings")
+    monkeypatch.delitem(sys.modules, "nnsight_pp_settings")
+    monkeypatch.setitem(sys.modules, "nnsight_pp_settings", module)
+    rows, module.ALPHA = module.ROWS, 5
+    block = "module.ROWS.append((module.ALPHA, module.alpha())); module.ALPHA += 1; module.new = 2"
+    brought_home({"module": module}, block)
+    assert module.ROWS is rows
+    assert (rows, module.ALPHA, module.new) == ([(5, 5)], 6, 2)
 
 
 def counter() -> Any:

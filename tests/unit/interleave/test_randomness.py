@@ -41,6 +41,21 @@ def test_turns_continue_where_the_last_one_stopped_and_two_ranks_agree():
     assert found[0] != found[2]
 
 
+def test_the_driver_sees_no_default_dtype_of_a_block_that_may_not_leave_one():
+    own, usual = drawing(7), torch.get_default_dtype()
+    for dtype in (torch.float64, usual):
+        with own:
+            torch.set_default_dtype(dtype)
+        assert torch.get_default_dtype() is usual
+        left = own.left_dtype()
+        assert (left is None) == (dtype is usual)
+        with own:
+            assert torch.get_default_dtype() is dtype
+    with Randomness(7, python=False, numpy=False, dtype=torch.float64):
+        assert torch.zeros(1).dtype is torch.float64
+    assert torch.get_default_dtype() is usual
+
+
 def test_the_driver_sees_no_draw_even_when_the_turn_ends_by_an_exception():
     numpy.random.normal()  # leaves the second of a pair behind, which belongs to the state
     before = state()

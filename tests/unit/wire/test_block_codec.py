@@ -1,9 +1,11 @@
+import functools
 import importlib
 import pickle
 import subprocess
 import sys
 import textwrap
 import threading
+import types
 
 import cloudpickle
 import numpy as np
@@ -238,3 +240,66 @@ def test_an_array_that_cannot_be_written_stays_so():
 def test_a_view_with_steps_cannot_travel():
     with pytest.raises(pickle.PicklingError, match="with steps"):
         shipped({"view": memoryview(bytearray(8))[::2]})
+
+
+def test_a_users_module_comes_as_it_stands_now(user_module):
+    user_module.FACTOR = 5
+    user_module.model = threading.Lock()
+    block = Block("user.py", 3, "    x = module.FACTOR * module.scaled(1)\n", "run")
+    data = encode_block(
+        BlockMessage("t", block, {"module": user_module, "scaled": user_module.scaled}),
+        lambda obj: None,
+    )
+    sys.modules.pop("nnsight_pp_user_code")
+    sys.path_importer_cache.clear()
+    back = decode_block(data, lambda name: None).names
+    assert (back["module"].FACTOR, back["module"].scaled(1)) == (5, 10)
+    assert back["scaled"] is back["module"].scaled
+    back["module"].FACTOR = 7
+    assert back["scaled"](1) == 14
+    assert not hasattr(back["module"], "OwnError")
+
+
+def test_what_a_module_mentions_comes_through_other_functions(user_module):
+    def reach():
+        return user_module.Scaler.by
+
+    back = shipped({"reach": reach, "library": textwrap})
+    assert back.names["reach"]() == 2
+    assert back.names["library"] is textwrap
+
+
+def test_a_view_of_a_dict_looks_at_it_there():
+    inner = {"a": 1}
+    names = {"inner": inner, "keys": inner.keys(), "values": inner.values(), "items": inner.items()}
+    back = shipped({**names, "shown": types.MappingProxyType(inner)}).names
+    back["inner"]["b"] = 2
+    assert [*back["keys"]] == [*back["shown"]] == ["a", "b"]
+    assert [*back["values"]] == [1, 2]
+    assert [*back["items"]][1] == ("b", 2)
+
+
+class WithCached:
+    @functools.cached_property
+    def once(self):
+        return [1]
+
+
+@functools.lru_cache(maxsize=3)
+def doubled(x):
+    return 2 * x
+
+
+def test_a_function_with_a_cache_and_a_cached_property_travel(monkeypatch):
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        data = encode_block(
+            BlockMessage("t", BLOCK, {"one": WithCached(), "doubled": doubled}), lambda obj: None
+        )
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    back = decode_block(data, lambda name: None).names
+    assert back["one"].once is back["one"].once
+    assert (back["doubled"](4), back["doubled"](4)) == (8, 8)
+    assert back["doubled"].cache_info().hits == 1
+    assert back["doubled"] is not doubled
