@@ -31,6 +31,7 @@ from nnsight_pp.core.report import Report
 from nnsight_pp.core.rows import Rows, TokenCut
 from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.clock import StepClock
+from nnsight_pp.interleave.extension import plain_tensors
 from nnsight_pp.interleave.interleaver import Interleaver
 from nnsight_pp.interleave.worker import Worker
 from nnsight_pp.parallel.gloo_link import GlooLink, new_group
@@ -210,7 +211,8 @@ def _rank(rank: int, store: str, pipe: Connection, rounds: int) -> None:
     )  # fmt: skip
     raw = dist.new_group([0, 1], backend="gloo")
     link = GlooLink(
-        rank, (0, 1), new_group([(0, 1)], rank), Publications([1 - rank], pick),
+        rank, (0, 1), new_group([(0, 1)], rank),
+        Publications([1 - rank], pick, plain=plain_tensors()),
         encode=encode, decode=decode, bound_s=60.0, most_bytes=1 << 30, ran=f"stage {rank}",
     )  # fmt: skip
     if rank == 0:

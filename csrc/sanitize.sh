@@ -23,4 +23,4 @@ nm -D "$folder"/cache/*/*.so | grep -q __asan || { echo "not sanitized" >&2; exi
 ASAN_OPTIONS=detect_leaks=0,detect_stack_use_after_return=0 \
     LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
     PYTHONMALLOC=malloc \
-    "$python" -m pytest -q -p no:cacheprovider tests/unit/interleave/test_thread_state.py tests/unit/interleave/test_nearby.py
+    "$python" -m pytest -q -p no:cacheprovider tests/unit/interleave/test_thread_state.py tests/unit/interleave/test_nearby.py tests/harness/test_lane.py

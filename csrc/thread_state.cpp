@@ -43,6 +43,7 @@
 // snapshots are taken around all this (also on request: `set_full_snapshots`).
 
 #include "bundle.hpp"
+#include "lane.hpp"
 #include "near.hpp"
 #include "serve_point.hpp"
 #include "stack.hpp"
@@ -454,6 +455,7 @@ bool fill(PyObject* module) {
   PyErr_Clear();
   slot_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&slot_spec));
   return slot_type != nullptr && PyModule_AddType(module, slot_type) == 0 &&
+         nnsight_pp::add_lane(module) &&
          PyModule_AddStringConstant(module, "torch_version", TORCH_VERSION) == 0 &&
          PyModule_AddIntConstant(module, "state_bytes", sizeof(at::ThreadLocalState)) == 0 &&
          PyModule_AddObjectRef(module, "state_is_known",

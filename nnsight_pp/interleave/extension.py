@@ -26,7 +26,7 @@ import subprocess
 import sysconfig
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import greenlet
 import torch
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 _MODULE: Final = "nnsight_pp_thread_state"
 _SOURCES: Final = (
-    "thread_state.cpp", "near_ask.cpp", "near_visit.cpp", "serve_point.cpp", "stack.cpp",
-    "bundle.hpp", "compat.hpp", "hidden_tls.hpp", "near.hpp", "serve_point.hpp", "slots.hpp",
-    "stack.hpp",
+    "thread_state.cpp", "lane.cpp", "near_ask.cpp", "near_visit.cpp", "serve_point.cpp",
+    "stack.cpp", "bundle.hpp", "compat.hpp", "hidden_tls.hpp", "lane.hpp", "near.hpp",
+    "serve_point.hpp", "slots.hpp", "stack.hpp",
 )  # fmt: skip
 _FLAGS: Final = ("-O3", "-fno-plt", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
 _STRICT_FLAGS: Final = ("-Wall", "-Wextra", "-Werror")
@@ -70,6 +70,14 @@ def load_extension() -> ModuleType:
             )
         ) from error
     return extension
+
+
+def plain_tensors() -> Any:
+    """Return a new `PlainTensors` (csrc/lane.cpp), or None where the extension is not in use."""
+    if os.environ.get("NNSIGHT_PP_TLS_SWAP") == "0":
+        return None
+    kind = getattr(load_extension(), "PlainTensors", None)  # a torch without c10d has none
+    return None if kind is None else kind()
 
 
 def build(folder: Path, *, strict: bool = False) -> Path:
@@ -191,7 +199,7 @@ def _compile(path: Path, *, strict: bool) -> None:
         raise ExtensionBuildError(
             explain(
                 f"The compiler took longer than {_COMPILE_BOUND_S:.0f} s.",
-                why="It takes about 8 s on two cores.",
+                why="It takes about 17 s on two cores.",
                 todo="Run it by hand to see why: " + " ".join(command),
             )
         ) from error
@@ -232,7 +240,7 @@ def _locked(path: Path) -> Iterator[None]:
                     raise ExtensionBuildError(
                         explain(
                             f"Another process has held {path} for {_LOCK_BOUND_S:.0f} s.",
-                            why="It compiles the extension, which takes about 8 s.",
+                            why="It compiles the extension, which takes about 17 s.",
                             todo=f"End that process (`fuser {path}` names it) and start again.",
                         )
                     ) from None

@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 
 from nnsight_pp.core.ask import AskKey
-from nnsight_pp.parallel.gloo_peer import STOP, GlooPeer
+from nnsight_pp.parallel import lane
+from nnsight_pp.parallel.gloo_peer import PLAIN_ANSWER, PLAIN_ASK, STOP, GlooPeer
 from nnsight_pp.parallel.pending import PendingAnswer
 from nnsight_pp.parallel.publications import Answer, Publications, Question
 from nnsight_pp.parallel.waits import report
@@ -170,18 +171,36 @@ class GlooLink:
         pending = PendingAnswer(
             location, step, owner, bound_s, self._ran, lambda v: self._late(key.request, owner, v)
         )
+        name = str(location)
+        plain = lane.question(key, name, kind) if at_once and not picks else None
+        way = peer.lane if plain is not None else None
         with self._lock:
             ticket = self._tickets
             self._tickets += 1
+            if way is not None:  # before anybody can resolve it
+                way.expect(ticket)
+                pending.by_lane(way, ticket, self._taken)
             self._pending[ticket] = (owner, key.request, pending)
             peer.traffic.pulls += 1
             failure = peer.failure
         if failure is not None:
             self._resolve(ticket, Answer("error", failure))
+        elif way is not None and plain is not None:
+            try:
+                way.ask(ticket, step, *plain)
+            except Exception as error:
+                self.lost(peer, f"sending to stage {owner} failed: {error}")
         else:
-            head = pickle.dumps((ticket, *key, str(location), step, tuple(picks), kind))
+            head = pickle.dumps((ticket, *key, name, step, tuple(picks), kind))
             (peer.post if at_once else peer.send)(_ASK, lambda: (head, []))
         return pending
+
+    def _taken(self, ticket: int) -> None:
+        """Note that the forward thread has its answer from the extension."""
+        with self._lock:
+            found = self._pending.pop(ticket, None)
+        if found is not None:
+            self._silent.discard(found[0])
 
     def _late(self, request: str, owner: int, visit: Visit) -> str:
         """Note that ``owner`` is silent; return how far all stages are with ``request``."""
@@ -199,7 +218,10 @@ class GlooLink:
         self._own.end(request)
         with self._lock:  # nobody waits for these any more
             for ticket in [t for t, (_, of, _) in self._pending.items() if of == request]:
-                del self._pending[ticket]
+                owner, _, _ = self._pending.pop(ticket)
+                way = self._peers[owner].lane
+                if way is not None:
+                    way.forget(ticket)
         for peer in self._peers.values():
             peer.send(_RELEASE, lambda: (request.encode(), []))
 
@@ -225,17 +247,24 @@ class GlooLink:
     def statistics(self) -> dict[str, Any]:
         """Return pending pulls, published answers, and the traffic with each stage."""
         with self._lock:
-            traffic = {
-                peer.stage: {
+            traffic = {}
+            for peer in self._peers.values():
+                own = (0, 0, 0) if peer.lane is None else peer.lane.traffic()
+                traffic[peer.stage] = {
                     "pulls": peer.traffic.pulls,
-                    "bytes_received": peer.traffic.bytes_received,
-                    "bytes_sent": peer.traffic.bytes_sent,
+                    "bytes_received": peer.traffic.bytes_received + own[0],
+                    "bytes_sent": peer.traffic.bytes_sent + own[1],
                 }
-                for peer in self._peers.values()
-            }
             return {"pending": len(self._pending), "traffic": traffic, **self._own.statistics()}
 
     # -- the peers' threads --------------------------------------------------------------------
+
+    def lane_to(self, rank: int, frame: torch.Tensor) -> lane.Lane | None:
+        plain = self._own.plain
+        if plain is None or not self.sums_alike:  # what it brings stays where it arrives
+            return None
+        name, address = self._group.group_name, frame.data_ptr()
+        return plain.lane(name, rank, address, PLAIN_ASK, PLAIN_ANSWER, self._most_bytes)
 
     def received(self, peer: GlooPeer, kind: int, head: bytes, payload: torch.Tensor) -> None:
         self._silent.discard(peer.stage)
@@ -248,6 +277,10 @@ class GlooLink:
         elif kind == _ASK:
             ticket, request, number, location, step, picks, what = pickle.loads(head)
             question = Question(AskKey(request, number), location, step, picks, what)
+            self._own.ask(question, lambda answer: self._reply(peer, ticket, answer))
+        elif kind == PLAIN_ASK:  # the extension has no answer yet, or none that it can give
+            ticket, key, location, step, what = lane.asked(head)
+            question = Question(key, location, step, (), what)
             self._own.ask(question, lambda answer: self._reply(peer, ticket, answer))
         elif kind == _ANSWER:
             ticket, is_value = _TICKET.unpack_from(head)

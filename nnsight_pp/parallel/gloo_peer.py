@@ -1,4 +1,4 @@
-"""One other stage as `GlooLink` meets it: two threads, and the messages that they carry.
+"""One other stage as `GlooLink` meets it: its threads, and the messages that they carry.
 
 A gloo send ends only when the peer has posted the matching receive. So for each peer there is one
 reader thread, which always has a receive posted and never waits for a send, and one writer thread
@@ -9,6 +9,10 @@ both ranks more than what is in it. Any other message is a frame with its body i
 does not fit is a message of its own, which goes into a receive that is posted too. Only where that
 has no room either, a trip is lost: the peer posts a receive when it has read the frame. What is
 sent may be shorter than its receive.
+
+Where the extension is in use, a `Lane` stands in front of the reader: it takes questions for whole
+tensors, and the answers to them, without the interpreter, and a third thread waits for what it has
+posted. The reader meets only what is left.
 
 Source: torch 2.13.0, gloo transport/tcp/pair.cc: at most the receive's length is taken.
 """
@@ -29,6 +33,8 @@ import torch.distributed as dist
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from nnsight_pp.parallel.lane import Lane
+
 log = logging.getLogger(__name__)
 
 FRAME_BYTES = 16 * 1024
@@ -46,6 +52,8 @@ _FRAMES, _BODIES, _LARGE = range(3)  # gloo's tags
 # The last message of a peer, and several in one frame. All other kinds are the link's.
 STOP = 0
 _TOGETHER = 255
+# What the extension sends and takes, where both ranks have it; Python takes a question, too.
+PLAIN_ASK, PLAIN_ANSWER = 250, 251
 # How many messages the writer takes from its queue at a time.
 _MOST_TOGETHER = 64
 
@@ -72,6 +80,13 @@ class Receiver(Protocol):
         """Whether this rank leaves, so that lost peers are no news."""
         ...
 
+    def lane_to(self, rank: int, frame: torch.Tensor) -> Lane | None:
+        """Return the way to ``rank`` of the group that needs no interpreter, if there is one.
+
+        ``frame`` is what it reads from.
+        """
+        ...
+
     def received(self, peer: GlooPeer, kind: int, head: bytes, payload: torch.Tensor) -> None:
         """Take a message. What this raises makes it a malformed one."""
         ...
@@ -95,6 +110,7 @@ class GlooPeer:
     __slots__ = (
         "_answers",
         "_expected",
+        "_frame",
         "_group",
         "_outbox",
         "_posted",
@@ -102,6 +118,7 @@ class GlooPeer:
         "_rank",
         "_receiver",
         "failure",
+        "lane",
         "stage",
         "threads",
         "traffic",
@@ -122,9 +139,15 @@ class GlooPeer:
         self.traffic = Traffic()
         # Why it answers nothing more, once that is so.
         self.failure: str | None = None
+        # What is read next; the extension reads from it as well.
+        self._frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        # How whole tensors are asked for and answered without the interpreter.
+        self.lane = receiver.lane_to(self._rank, self._frame)
         # A sum over many elements is cut by threads: ours must have as many as the workers'.
         num_threads = torch.get_num_threads()
         roles = {"reader": lambda: self._read(num_threads), "writer": self._write}
+        if self.lane is not None:
+            roles["sweeper"] = self._sweep
         self.threads = [
             threading.Thread(target=run, name=f"nnsight_pp {role} of stage {stage}", daemon=True)
             for role, run in roles.items()
@@ -169,6 +192,15 @@ class GlooPeer:
         """Send what is queued, say that nothing comes after it, and let the writer end."""
         self.send(STOP, lambda: (b"", []))
         self._outbox.put(None)
+        if self.lane is not None:
+            self.lane.stop()
+
+    def _sweep(self) -> None:
+        assert self.lane is not None
+        try:
+            self.lane.sweep()
+        except Exception as error:
+            self._receiver.lost(self, f"sending to stage {self.stage} failed: {error}")
 
     def _write(self) -> None:
         try:
@@ -230,12 +262,11 @@ class GlooPeer:
 
     def _read(self, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
-        frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
-        view = frame.numpy().data
+        view = self._frame.numpy().data
         self._expected = self._expect()
         while True:
             try:
-                message = self._receive(frame, view)
+                message = self._receive(view)
             except Exception as error:
                 if not self._receiver.is_stopping:
                     self._receiver.lost(self, f"receiving from stage {self.stage} failed: {error}")
@@ -276,11 +307,12 @@ class GlooPeer:
             log.exception("a malformed message from stage %d was dropped", self.stage)
         return False
 
-    def _receive(
-        self, frame: torch.Tensor, view: memoryview
-    ) -> tuple[int, bytes, torch.Tensor] | None:
+    def _receive(self, view: memoryview) -> tuple[int, bytes, torch.Tensor] | None:
         """Return the next message; None for one that is not ours."""
-        self._group.recv([frame], self._rank, _FRAMES).wait()
+        if self.lane is None:
+            self._group.recv([self._frame], self._rank, _FRAMES).wait()
+        else:
+            self.lane.receive()
         magic, kind, head_length, length = _PREFIX.unpack_from(view)
         if magic != _MAGIC:
             return None

@@ -16,11 +16,13 @@ from nnsight_pp.errors import (
     ValueUnavailableError,
     explain,
 )
+from nnsight_pp.parallel.lane import tensor
+from nnsight_pp.parallel.publications import Answer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nnsight_pp.parallel.publications import Answer
+    from nnsight_pp.parallel.lane import Lane
 
 
 @final
@@ -41,11 +43,14 @@ class PendingAnswer:
         "_answer",
         "_bound_s",
         "_coming",
+        "_lane",
         "_location",
         "_owner",
         "_ran",
         "_report",
         "_step",
+        "_taken",
+        "_ticket",
         "bytes_received",
         "waited_s",
     )
@@ -69,26 +74,52 @@ class PendingAnswer:
         self._coming = threading.Lock()
         self._coming.acquire()
         self._answer: Answer | None = None
+        # Where the extension may have the answer: see `by_lane`.
+        self._lane: Lane | None = None
+        self._ticket = 0
+        self._taken: Callable[[int], None] | None = None
         self.waited_s = 0.0
         self.bytes_received = 0
+
+    def by_lane(self, lane: Lane, ticket: int, taken: Callable[[int], None]) -> None:
+        """Note that the answer comes by ``lane``, unless `resolve` gives one.
+
+        ``taken`` is called with the ticket when it did.
+        """
+        self._ticket, self._taken = ticket, taken
+        self._lane = lane
 
     def resolve(self, answer: Answer, num_bytes: int = 0) -> None:
         """Give the answer, which came as ``num_bytes``. Called once, from any thread."""
         self.bytes_received = num_bytes
         self._answer = answer
         self._coming.release()
+        if self._lane is not None:
+            self._lane.forget(self._ticket)
 
     def answer_within(self, bound_s: float) -> Answer | None:
         """Return the answer, or None where it does not come within ``bound_s``."""
         # Only one thread waits, so whoever finds no answer has not taken the lock either.
         if self._answer is None:
-            self._coming.acquire(timeout=max(0.0, bound_s))
+            if self._lane is None:
+                self._coming.acquire(timeout=max(0.0, bound_s))
+            elif (came := self._lane.wait(self._ticket, bound_s)) is not None:
+                self._take(*came)
         return self._answer
+
+    def _take(self, code: int, shape: tuple[int, ...], memory: Any, num_bytes: int) -> None:
+        assert self._taken is not None
+        self.bytes_received = num_bytes
+        try:
+            self._answer = Answer("value", tensor(code, shape, memory))
+        except Exception as error:
+            self._answer = Answer("error", f"{type(error).__name__}: {error}")
+        self._taken(self._ticket)
 
     @property
     def is_resolved(self) -> bool:
         """Whether the answer is here."""
-        return self._answer is not None
+        return self.answer_within(0.0) is not None
 
     def wait(self) -> Any:
         """Return the value, or raise what the owner answered. See `protocols.Pending`."""

@@ -17,12 +17,15 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
+from nnsight_pp.parallel import lane
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nnsight_pp.core.ask import AskKey
     from nnsight_pp.core.location import Location
     from nnsight_pp.core.standing import Standing
+    from nnsight_pp.parallel.lane import PlainTensors
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +83,8 @@ class Publications:
         constant_of: Returns the weight of a printed location. Default: there is none.
         standing_of: Returns how far this rank is with a request, on any thread. Default: nobody
             knows.
+        plain: Holds, of the values kept here, those that the extension can answer with: no others,
+            and none longer. Default: it answers nothing.
     """
 
     def __init__(
@@ -88,7 +93,9 @@ class Publications:
         pick: Callable[[Any, Sequence[Any]], Any],
         constant_of: Callable[[str], Any] | None = None,
         standing_of: Callable[[str], Standing] | None = None,
+        plain: PlainTensors | None = None,
     ) -> None:
+        self.plain = plain
         self._constant_of = constant_of
         self._standing_of = standing_of
         self._peers = frozenset(peers)
@@ -108,7 +115,10 @@ class Publications:
             if self._is_let_go(shelf, key.number):
                 del shelf.let_go[key.number]
                 return
+            self._put_away(key.request, key.number, shelf)
             shelf.values[key.number] = (name, value)
+            if self.plain is not None:
+                lane.put(self.plain, lane.table_key(*key, name), value)
             waiting = shelf.waiting.pop(key.number, ())
         for question, reply in waiting:
             reply(self._answer(question, name, value))
@@ -121,7 +131,7 @@ class Publications:
             shelf = self._shelf(request)
             shelf.closed = max(shelf.closed, step)
             for number in list(shelf.let_go):
-                self._forget(shelf, number)
+                self._forget(request, shelf, number)
             late = self._take(
                 shelf, lambda question: question.step <= step and question.kind != "last call"
             )
@@ -238,20 +248,27 @@ class Publications:
                 return  # it is over, or has not begun here: then the answers stay until it is over
             for number, step in asks:
                 shelf.let_go.setdefault(number, (step, set()))[1].add(peer)
-                self._forget(shelf, number)
+                self._forget(request, shelf, number)
 
     def _is_let_go(self, shelf: _Shelf, number: int) -> bool:
         known = shelf.let_go.get(number)
         return known is not None and known[1] >= self._peers
 
-    def _forget(self, shelf: _Shelf, number: int) -> None:
+    def _forget(self, request: str, shelf: _Shelf, number: int) -> None:
         """Drop an answer that nobody will ask for, or the note that it will not be kept."""
         if not self._is_let_go(shelf, number):
             return
         step = shelf.let_go[number][0]
         is_past = step is not None and step <= shelf.closed  # it was answered by now, or never is
-        if shelf.values.pop(number, None) is not None or is_past:
+        if self._put_away(request, number, shelf) or is_past:
             del shelf.let_go[number]
+
+    def _put_away(self, request: str, number: int, shelf: _Shelf) -> bool:
+        """Drop an answer, if there is one; return whether there was."""
+        held = shelf.values.pop(number, None)
+        if held is not None and self.plain is not None:
+            self.plain.drop(lane.table_key(request, number, held[0]))
+        return held is not None
 
     def gone(self, peer: int) -> None:
         """Note that stage ``peer`` will ask for nothing any more, of any request."""
@@ -278,6 +295,8 @@ class Publications:
 
     def _drop_if_done(self, request: str, shelf: _Shelf) -> None:
         if shelf.is_over and shelf.released >= self._peers:
+            for number in list(shelf.values) if self.plain is not None else ():
+                self._put_away(request, number, shelf)
             del self._shelves[request]
             self._ended[request] = None
             if len(self._ended) > _REMEMBERED:

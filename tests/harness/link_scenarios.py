@@ -16,6 +16,7 @@ import torch.distributed as dist
 from nnsight_pp.core.ask import AskKey
 from nnsight_pp.core.location import Location
 from nnsight_pp.core.standing import Standing
+from nnsight_pp.interleave.extension import plain_tensors
 from nnsight_pp.parallel import gloo_link, gloo_peer
 from nnsight_pp.parallel.gloo_link import GlooLink, new_group
 from nnsight_pp.parallel.lazy import pick
@@ -32,7 +33,12 @@ class Pair(NamedTuple):
 
 
 def make_link(
-    rank: int, count: int, *, bound_s: float = 10.0, most_bytes: int = 1 << 30
+    rank: int,
+    count: int,
+    *,
+    bound_s: float = 10.0,
+    most_bytes: int = 1 << 30,
+    is_plain: bool = True,
 ) -> GlooLink:
     group = new_group([range(count)], rank)
     return GlooLink(
@@ -43,6 +49,7 @@ def make_link(
             [peer for peer in range(count) if peer != rank],
             pick,
             standing_of=lambda request: Standing(3, 2, 5, f"{request} is on stage {rank}"),
+            plain=plain_tensors() if is_plain else None,
         ),
         encode=encode,
         decode=decode,

@@ -38,7 +38,7 @@ from nnsight_pp.engines.vllm.side import RankSide
 from nnsight_pp.engines.vllm.surface import RankSurface
 from nnsight_pp.engines.vllm.tensor_group import TensorGroup
 from nnsight_pp.envoys.gate import Gate
-from nnsight_pp.interleave import thread_state
+from nnsight_pp.interleave import extension, thread_state
 from nnsight_pp.interleave.clock import StepClock
 from nnsight_pp.interleave.interleaver import Interleaver
 from nnsight_pp.interleave.serve_order import ShuffledRequests
@@ -234,7 +234,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             place.stage,
             columns[place.tp_rank],
             group,
-            Publications(peers, pick, constant, standing),
+            Publications(peers, pick, constant, standing, extension.plain_tensors()),
             encode=encode,
             decode=lambda header, payload: on_device(decode(header, payload), self.device),
             bound_s=float(os.environ.get("NNSIGHT_PP_PULL_TIMEOUT_S", "60")),

@@ -1,5 +1,8 @@
+import torch
+
 from nnsight_pp.core.ask import AskKey
 from nnsight_pp.core.location import Location
+from nnsight_pp.parallel.lane import DTYPES, Lane, table_key
 from nnsight_pp.parallel.lazy import pick
 from nnsight_pp.parallel.publications import Answer, Publications, Question
 
@@ -146,3 +149,55 @@ def test_a_failure_of_another_stage_is_known_until_the_request_is_over():
     table.failed_elsewhere("r")
     assert not table.has_failed_elsewhere("r")
     assert table.statistics()["shelves"] == 0
+
+
+class _Table:
+    """What `PlainTensors` is told."""
+
+    def __init__(self) -> None:
+        self.keys: set[str] = set()
+
+    def put(self, key: str, address: int, dtype: int) -> None:
+        assert address
+        assert DTYPES[dtype] is torch.float32
+        self.keys.add(key)
+
+    def drop(self, key: str) -> None:
+        self.keys.discard(key)
+
+    def lane(
+        self, group: str, rank: int, frame: int, ask: int, answer: int, most_bytes: int
+    ) -> Lane:
+        raise AssertionError("nobody is there")
+
+    def count(self) -> int:
+        return len(self.keys)
+
+
+def test_the_extension_is_told_of_what_is_kept_and_of_nothing_else():
+    plain = _Table()
+    table = Publications([1, 2], pick, plain=plain)
+    value = torch.ones(2)
+    for number in range(4):
+        table.publish(AskKey("r", number), PLACE, value)
+    table.publish(AskKey("r", 3), PLACE, [value])
+    table.publish(AskKey("s", 0), PLACE, value)
+    kept = {table_key(name, number, str(PLACE)) for name, number in [("r", 2), ("s", 0)]}
+    kept |= {table_key("r", number, str(PLACE)) for number in (0, 1)}
+    assert plain.keys == kept
+    for peer in (1, 2):
+        table.let_go(peer, "r", [(0, 0), (7, 1)])
+    table.publish(AskKey("r", 7), PLACE, value)
+    kept.discard(table_key("r", 0, str(PLACE)))
+    assert plain.keys == kept
+    for peer in (1, 2):
+        table.released("r", peer)
+    assert plain.keys == kept
+    table.end("r")
+    assert plain.keys == {table_key("s", 0, str(PLACE))}
+    table.publish(AskKey("r", 8), PLACE, value)
+    table.end("s")
+    table.gone(1)
+    table.gone(2)
+    table.released("s", 2)
+    assert plain.keys == set()

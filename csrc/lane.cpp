@@ -1,0 +1,585 @@
+// Published tensors, asked for and answered without the interpreter.
+//
+// `PlainTensors` holds the tensors among a rank's publications that lie in memory as they are sent.
+// A `Lane` leads to one other stage. Its `receive` stands in front of the Python reader: a question
+// for a tensor of the table is answered there and then, and an answer wakes the thread that waits
+// for it; every other message is left in the frame, for Python. So a pull needs the owner's
+// interpreter no more than gloo does, however long its forward keeps the GIL.
+//
+// Bodies have tags of their own: only the reader posts them, so nothing comes between them, and
+// they share no order with what Python sends.
+//
+// Locks: no mutex is held while a thread waits for the GIL, for gloo, or frees a tensor (which may
+// have a Python object).
+
+#include "lane.hpp"
+
+#if !__has_include(<torch/csrc/distributed/c10d/GroupRegistry.hpp>)
+
+namespace nnsight_pp {
+bool add_lane(PyObject*) { return true; }
+}  // namespace nnsight_pp
+
+#else
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "slots.hpp"
+
+namespace nnsight_pp {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
+using Dims = c10::SmallVector<int64_t, 5>;
+
+// As in parallel/gloo_peer.py.
+constexpr std::size_t frame_bytes = 16 * 1024, body_bytes = 1 << 20, most_posted = 64,
+                      most_sizes = 64;
+enum Tag : int { frames = 0, plain_bodies = 3, plain_large = 4 };
+
+#pragma pack(push, 1)
+struct Prefix {
+  char magic[4];
+  uint8_t kind;
+  uint32_t head_length;
+  uint64_t length;  // of the head and what follows it
+};
+// The head of a question: this, and the key in the table.
+struct Ask {
+  uint64_t ticket;
+  int64_t step;
+  uint8_t what;
+};
+// The head of an answer: this, and the sizes.
+struct Answer {
+  uint64_t ticket;
+  uint8_t dtype;
+  uint8_t num_sizes;
+};
+#pragma pack(pop)
+constexpr std::size_t room_bytes = frame_bytes - sizeof(Prefix);
+
+const auto bytes_of_cpu = at::TensorOptions().dtype(at::kByte).device(at::kCPU);
+
+at::Tensor memory(std::size_t size) {
+  return at::empty({static_cast<int64_t>(size)}, bytes_of_cpu);
+}
+char* data(const at::Tensor& tensor) { return static_cast<char*>(tensor.data_ptr()); }
+
+// Hand the GIL back until the end of the scope.
+struct WithoutGil {
+  PyThreadState* saved = PyEval_SaveThread();
+  // A thread that asks for it while Python ends is ended there, by unwinding.
+  ~WithoutGil() noexcept(false) { PyEval_RestoreThread(saved); }
+};
+
+// Run `body` without the GIL; what it throws is a RuntimeError, and the result then null.
+template <typename Body>
+PyObject* run_without_gil(Body body) {
+  std::string failure;
+  {
+    const WithoutGil without;
+    try {
+      body();
+      failure.clear();
+    } catch (const std::exception& error) {
+      failure = error.what();
+      if (failure.empty()) failure = "unknown";
+    }
+  }
+  if (failure.empty()) return Py_NewRef(Py_None);
+  PyErr_SetString(PyExc_RuntimeError, failure.c_str());
+  return nullptr;
+}
+
+struct Plain {
+  c10::Storage storage;  // keeps the memory
+  char* begin;
+  std::size_t size;
+  uint8_t dtype;
+  Dims sizes;
+};
+
+class Table {
+ public:
+  void put(std::string key, const at::Tensor& tensor, uint8_t dtype) {
+    Plain plain{tensor.storage(), data(tensor), tensor.nbytes(), dtype,
+                Dims(tensor.sizes().begin(), tensor.sizes().end())};
+    std::lock_guard held(mutex_);
+    plain_.emplace(std::move(key), std::move(plain));
+  }
+  void drop(const std::string& key) {
+    std::unordered_map<std::string, Plain>::node_type dropped;
+    std::lock_guard held(mutex_);
+    dropped = plain_.extract(key);
+    // `dropped` is freed after the lock.
+  }
+  std::unique_ptr<Plain> find(const std::string& key) {
+    std::lock_guard held(mutex_);
+    const auto found = plain_.find(key);
+    return found == plain_.end() ? nullptr : std::make_unique<Plain>(found->second);
+  }
+  std::size_t size() {
+    std::lock_guard held(mutex_);
+    return plain_.size();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<std::string, Plain> plain_;
+};
+
+// An answer that is waited for.
+struct Coming {
+  bool is_here = false;
+  at::Tensor body;
+  std::size_t size = 0;
+  uint8_t dtype = 0;
+  Dims sizes;
+};
+
+class Lane {
+ public:
+  Lane(std::shared_ptr<Table> table, const std::string& group, int rank, char* frame, uint8_t ask,
+       uint8_t answer, std::size_t most_bytes)
+      : table_(std::move(table)),
+        backend_(c10d::resolve_process_group(group)->getBackend(c10::DeviceType::CPU)),
+        rank_(rank),
+        ask_(ask),
+        answer_(answer),
+        most_bytes_(most_bytes),
+        frame_(at::from_blob(frame, {static_cast<int64_t>(frame_bytes)}, bytes_of_cpu)) {}
+
+  // Keep the answer to `ticket` until it is taken or forgotten.
+  void expect(uint64_t ticket) {
+    std::lock_guard held(mutex_);
+    coming_.try_emplace(ticket);
+  }
+  // Nobody waits for it any more, or it comes another way.
+  void forget(uint64_t ticket) {
+    std::unordered_map<uint64_t, Coming>::node_type dropped;
+    std::lock_guard held(mutex_);
+    dropped = coming_.extract(ticket);
+    changed_.notify_all();
+  }
+
+  // Post a question.
+  void ask(uint64_t ticket, int64_t step, uint8_t what, std::string_view key) {
+    const Ask head{ticket, step, what};
+    const Prefix prefix{{'n', 'n', 'p', 'p'}, ask_, static_cast<uint32_t>(sizeof head + key.size()),
+                        sizeof head + key.size()};
+    at::Tensor frame = memory(sizeof prefix + prefix.length);
+    char* at = data(frame);
+    at = std::copy_n(reinterpret_cast<const char*>(&prefix), sizeof prefix, at);
+    at = std::copy_n(reinterpret_cast<const char*>(&head), sizeof head, at);
+    std::copy(key.begin(), key.end(), at);
+    post(std::move(frame), frames);
+  }
+
+  // Wait until the answer is here, or forgotten, or `until`; whether one of the first two.
+  bool wait(uint64_t ticket, Clock::time_point until) {
+    std::unique_lock held(mutex_);
+    return changed_.wait_until(held, until, [&] {
+      const auto found = coming_.find(ticket);
+      return found == coming_.end() || found->second.is_here;
+    });
+  }
+  // Take the answer out, if it is here.
+  bool take(uint64_t ticket, Coming& answer) {
+    std::lock_guard held(mutex_);
+    const auto found = coming_.find(ticket);
+    if (found == coming_.end() || !found->second.is_here) return false;
+    answer = std::move(found->second);
+    coming_.erase(found);
+    return true;
+  }
+  std::size_t num_coming() {
+    std::lock_guard held(mutex_);
+    return coming_.size();
+  }
+
+  // Return when the frame holds a message for Python. Throws where the other stage is lost.
+  void receive() {
+    if (!expected_) expect_body();
+    do {
+      post_receive(frame_, frames)->wait();
+    } while (is_done());
+  }
+
+  // Wait for what was posted, until `stop`: its memory must live as long. It is the only one that
+  // waits for a send.
+  void sweep() {
+    for (bool is_over = false; !is_over;) {
+      Works works;
+      {
+        std::unique_lock held(posted_mutex_);
+        is_posted_.wait(held, [&] { return is_stopped_ || is_due_; });
+        works.swap(posted_);
+        is_due_ = false;
+        is_over = is_stopped_;
+      }
+      for (auto& work : works) work->wait();
+    }
+  }
+  void stop() {
+    std::lock_guard held(posted_mutex_);
+    is_stopped_ = true;
+    is_posted_.notify_all();
+  }
+
+  std::atomic<uint64_t> bytes_received = 0, bytes_sent = 0;
+
+ private:
+  c10::intrusive_ptr<c10d::Work> post_receive(const at::Tensor& into, int tag) {
+    std::vector<at::Tensor> tensors{into};
+    return backend_->recv(tensors, rank_, tag);
+  }
+
+  void post(at::Tensor message, int tag) {
+    bytes_sent += message.nbytes();
+    std::vector<at::Tensor> tensors{std::move(message)};
+    auto work = backend_->send(tensors, rank_, tag);
+    std::lock_guard held(posted_mutex_);
+    posted_.push_back(std::move(work));
+    // Bodies are not kept until there are many.
+    if (tag == frames && posted_.size() <= most_posted) return;
+    is_due_ = true;
+    is_posted_.notify_all();
+  }
+
+  void expect_body() {
+    body_ = memory(body_bytes);
+    expected_ = post_receive(body_, plain_bodies);
+  }
+
+  // Whether the message in the frame is dealt with.
+  bool is_done() {
+    Prefix prefix;
+    std::memcpy(&prefix, data(frame_), sizeof prefix);
+    const bool is_whole = std::memcmp(prefix.magic, "nnpp", 4) == 0 &&
+                          prefix.head_length <= room_bytes && prefix.head_length <= prefix.length;
+    if (!is_whole) return false;
+    const char* head = data(frame_) + sizeof prefix;
+    if (prefix.kind == ask_ && prefix.head_length > sizeof(Ask)) return answered(prefix, head);
+    if (prefix.kind == answer_ && prefix.head_length >= sizeof(Answer)) return taken(prefix, head);
+    return false;
+  }
+
+  bool answered(const Prefix& asked, const char* at) {
+    Ask ask;
+    std::memcpy(&ask, at, sizeof ask);
+    const auto plain =
+        table_->find(std::string(at + sizeof ask, asked.head_length - sizeof ask));
+    if (!plain || plain->size > most_bytes_) return false;
+    bytes_received += asked.length;
+
+    const Answer head{ask.ticket, plain->dtype, static_cast<uint8_t>(plain->sizes.size())};
+    const std::size_t sizes_bytes = plain->sizes.size() * sizeof(int64_t);
+    const std::size_t head_bytes = sizeof head + sizes_bytes;
+    const Prefix prefix{{'n', 'n', 'p', 'p'}, answer_, static_cast<uint32_t>(head_bytes),
+                        head_bytes + plain->size};
+    const bool is_in_frame = prefix.length <= room_bytes;
+    at::Tensor frame = memory(sizeof prefix + (is_in_frame ? prefix.length : head_bytes));
+    char* to = data(frame);
+    to = std::copy_n(reinterpret_cast<const char*>(&prefix), sizeof prefix, to);
+    to = std::copy_n(reinterpret_cast<const char*>(&head), sizeof head, to);
+    to = std::copy_n(reinterpret_cast<const char*>(plain->sizes.data()), sizes_bytes, to);
+    if (is_in_frame) std::memcpy(to, plain->begin, plain->size);
+    if (is_in_frame) {
+      post(std::move(frame), frames);
+      return true;
+    }
+    const auto keep = [storage = plain->storage](void*) {};
+    at::Tensor body =
+        at::from_blob(plain->begin, {static_cast<int64_t>(plain->size)}, keep, bytes_of_cpu);
+    if (plain->size <= body_bytes) {
+      // Ahead of the frame: its receive is posted, and the reader then wakes once, not twice.
+      post(std::move(body), plain_bodies);
+      post(std::move(frame), frames);
+    } else {
+      post(std::move(frame), frames);
+      post(std::move(body), plain_large);
+    }
+    return true;
+  }
+
+  bool taken(const Prefix& prefix, const char* at) {
+    Answer head;
+    std::memcpy(&head, at, sizeof head);
+    const std::size_t sizes_bytes = head.num_sizes * sizeof(int64_t);
+    const std::size_t size = prefix.length - prefix.head_length;
+    const bool is_whole = prefix.head_length == sizeof head + sizes_bytes;
+    if (!is_whole || size == 0 || size > most_bytes_) {
+      if (prefix.length <= room_bytes) return false;  // Python says so
+      throw std::runtime_error("a malformed answer, whose body cannot be told from the next one's");
+    }
+    bytes_received += prefix.length;
+
+    Coming answer{true, {}, size, head.dtype, Dims(head.num_sizes)};
+    std::memcpy(answer.sizes.data(), at + sizeof head, sizes_bytes);
+    const bool is_expected = prefix.length > room_bytes && size <= body_bytes;
+    if (is_expected) {
+      expected_->wait();
+      answer.body = std::move(body_);
+    } else {
+      answer.body = memory(size);
+      if (prefix.length > room_bytes) {
+        post_receive(answer.body, plain_large)->wait();
+      } else {
+        std::memcpy(data(answer.body), at + prefix.head_length, size);
+      }
+    }
+    {
+      std::lock_guard held(mutex_);
+      const uint64_t ticket = head.ticket;  // a copy that is aligned
+      const auto found = coming_.find(ticket);
+      if (found != coming_.end()) found->second = std::move(answer);  // else it was let go
+    }
+    changed_.notify_all();
+    if (is_expected) expect_body();  // only now: somebody waited
+    return true;
+  }
+
+  const std::shared_ptr<Table> table_;
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+  const int rank_;
+  const uint8_t ask_, answer_;
+  const std::size_t most_bytes_;
+
+  // The reader's.
+  const at::Tensor frame_;  // Python's memory
+  at::Tensor body_;
+  c10::intrusive_ptr<c10d::Work> expected_;
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::unordered_map<uint64_t, Coming> coming_;
+
+  std::mutex posted_mutex_;
+  std::condition_variable is_posted_;
+  Works posted_;
+  bool is_due_ = false, is_stopped_ = false;
+};
+
+// ---- as Python sees it -----------------------------------------------------------------------
+
+template <typename Inner>
+struct Object {
+  PyObject_HEAD
+  Inner* inner;
+};
+
+template <typename Inner>
+Inner& inner(PyObject* self) {
+  return *reinterpret_cast<Object<Inner>*>(self)->inner;
+}
+
+template <typename Inner>
+void dealloc(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete reinterpret_cast<Object<Inner>*>(self)->inner;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+template <typename Inner>
+PyObject* made(PyTypeObject* type, std::unique_ptr<Inner> inner) {
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self != nullptr) reinterpret_cast<Object<Inner>*>(self)->inner = inner.release();
+  return self;
+}
+
+PyTypeObject *memory_type, *lane_type;  // never given back
+
+// What an answer lies in: (tensor, length).
+using Memory = std::pair<at::Tensor, std::size_t>;
+
+int memory_buffer(PyObject* self, Py_buffer* view, int flags) {
+  const Memory& own = inner<Memory>(self);
+  return PyBuffer_FillInfo(view, self, data(own.first), static_cast<Py_ssize_t>(own.second), 0,
+                           flags);
+}
+
+PyObject* lane_ask(PyObject* self, PyObject* args) {
+  unsigned long long ticket;
+  long long step;
+  unsigned char what;
+  const char* key;
+  Py_ssize_t length;
+  if (!PyArg_ParseTuple(args, "KLbs#", &ticket, &step, &what, &key, &length)) return nullptr;
+  return run_without_gil([&] {
+    inner<Lane>(self).ask(ticket, step, what, {key, static_cast<std::size_t>(length)});
+  });
+}
+
+PyObject* lane_wait(PyObject* self, PyObject* args) {
+  unsigned long long ticket;
+  double bound_s;
+  if (!PyArg_ParseTuple(args, "Kd", &ticket, &bound_s)) return nullptr;
+  Lane& lane = inner<Lane>(self);
+  const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                      std::chrono::duration<double>(std::min(bound_s, 1e8)));
+  for (bool is_over = false; !is_over;) {
+    // In pieces, so that Python's handlers of signals run meanwhile.
+    const auto piece = std::min(end, Clock::now() + std::chrono::milliseconds(50));
+    {
+      const WithoutGil without;
+      is_over = lane.wait(ticket, piece) || piece == end;
+    }
+    if (!is_over && PyErr_CheckSignals() < 0) return nullptr;
+  }
+  Coming answer;
+  if (!lane.take(ticket, answer)) Py_RETURN_NONE;
+  Kept sizes(PyTuple_New(static_cast<Py_ssize_t>(answer.sizes.size())));
+  if (!sizes) return nullptr;
+  for (std::size_t at = 0; at < answer.sizes.size(); ++at) {
+    PyObject* size = PyLong_FromLongLong(answer.sizes[at]);
+    if (size == nullptr) return nullptr;
+    PyTuple_SET_ITEM(sizes.get(), static_cast<Py_ssize_t>(at), size);
+  }
+  Kept body(made(memory_type, std::make_unique<Memory>(std::move(answer.body), answer.size)));
+  if (!body) return nullptr;
+  return Py_BuildValue("iOOn", answer.dtype, sizes.get(), body.get(),
+                       static_cast<Py_ssize_t>(answer.size));
+}
+
+template <void (Lane::*Method)()>
+PyObject* lane_run(PyObject* self, PyObject*) {
+  return run_without_gil([&] { (inner<Lane>(self).*Method)(); });
+}
+
+template <void (Lane::*Method)(uint64_t)>
+PyObject* lane_of_ticket(PyObject* self, PyObject* ticket) {
+  const auto number = PyLong_AsUnsignedLongLong(ticket);
+  if (PyErr_Occurred()) return nullptr;
+  (inner<Lane>(self).*Method)(number);
+  Py_RETURN_NONE;
+}
+
+PyObject* lane_traffic(PyObject* self, PyObject*) {
+  Lane& lane = inner<Lane>(self);
+  return Py_BuildValue("KKn", static_cast<unsigned long long>(lane.bytes_received),
+                       static_cast<unsigned long long>(lane.bytes_sent),
+                       static_cast<Py_ssize_t>(lane.num_coming()));
+}
+
+PyMethodDef lane_methods[] = {
+    {"ask", lane_ask, METH_VARARGS, "ask(ticket, step, what, key): post a question."},
+    {"wait", lane_wait, METH_VARARGS,
+     "wait(ticket, bound_s): (dtype, sizes, memory, bytes), or None where it was forgotten or "
+     "has not come."},
+    {"expect", lane_of_ticket<&Lane::expect>, METH_O, "expect(ticket): keep its answer."},
+    {"forget", lane_of_ticket<&Lane::forget>, METH_O, "forget(ticket): let who waits go on."},
+    {"receive", lane_run<&Lane::receive>, METH_NOARGS, "Return when the frame is for Python."},
+    {"sweep", lane_run<&Lane::sweep>, METH_NOARGS, "Wait for what was posted, until `stop`."},
+    {"stop", lane_run<&Lane::stop>, METH_NOARGS, "Let `sweep` end."},
+    {"traffic", lane_traffic, METH_NOARGS, "(bytes received, bytes sent, answers waited for)."},
+    {nullptr, nullptr, 0, nullptr}};
+
+using Shared = std::shared_ptr<Table>;
+
+PyObject* table_new(PyTypeObject* type, PyObject*, PyObject*) {
+  return made(type, std::make_unique<Shared>(std::make_shared<Table>()));
+}
+
+PyObject* table_put(PyObject* self, PyObject* args) {
+  const char* key;
+  Py_ssize_t length;
+  Py_ssize_t address;
+  unsigned char dtype;
+  if (!PyArg_ParseTuple(args, "s#nb", &key, &length, &address, &dtype)) return nullptr;
+  const at::Tensor tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(
+      reinterpret_cast<c10::TensorImpl*>(address)));
+  const bool is_plain = tensor.layout() == at::kStrided && tensor.is_cpu() &&
+                        tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg() &&
+                        tensor.numel() > 0 && tensor.sizes().size() <= most_sizes;
+  if (is_plain) inner<Shared>(self)->put({key, static_cast<std::size_t>(length)}, tensor, dtype);
+  Py_RETURN_NONE;
+}
+
+PyObject* table_drop(PyObject* self, PyObject* key) {
+  Py_ssize_t length;
+  const char* text = PyUnicode_AsUTF8AndSize(key, &length);
+  if (text == nullptr) return nullptr;
+  inner<Shared>(self)->drop({text, static_cast<std::size_t>(length)});
+  Py_RETURN_NONE;
+}
+
+PyObject* table_lane(PyObject* self, PyObject* args) {
+  const char* group;
+  int rank;
+  Py_ssize_t frame;
+  unsigned char ask, answer;
+  unsigned long long most_bytes;
+  if (!PyArg_ParseTuple(args, "sinbbK", &group, &rank, &frame, &ask, &answer, &most_bytes)) {
+    return nullptr;
+  }
+  try {
+    return made(lane_type, std::make_unique<Lane>(inner<Shared>(self), group, rank,
+                                                  reinterpret_cast<char*>(frame), ask, answer,
+                                                  most_bytes));
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+}
+
+PyObject* table_count(PyObject* self, PyObject*) {
+  return PyLong_FromSize_t(inner<Shared>(self)->size());
+}
+
+PyMethodDef table_methods[] = {
+    {"put", table_put, METH_VARARGS,
+     "put(key, address of the TensorImpl, dtype): take a tensor that lies as it is sent."},
+    {"drop", table_drop, METH_O, "drop(key)"},
+    {"lane", table_lane, METH_VARARGS,
+     "lane(group name, rank in it, address of the frame, kinds of ask and answer, most bytes)"},
+    {"count", table_count, METH_NOARGS, "How many tensors are in it."},
+    {nullptr, nullptr, 0, nullptr}};
+
+template <typename Inner>
+PyTypeObject* new_type(const char* name, std::vector<PyType_Slot> slots, unsigned flags) {
+  slots.push_back({Py_tp_dealloc, reinterpret_cast<void*>(dealloc<Inner>)});
+  slots.push_back({0, nullptr});
+  PyType_Spec spec{name, sizeof(Object<Inner>), 0, static_cast<unsigned>(Py_TPFLAGS_DEFAULT | flags),
+                   slots.data()};
+  return reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+}
+
+}  // namespace
+
+bool add_lane(PyObject* module) {
+  memory_type = new_type<Memory>(
+      "nnsight_pp_thread_state.Memory",
+      {{Py_bf_getbuffer, reinterpret_cast<void*>(memory_buffer)}},
+      Py_TPFLAGS_DISALLOW_INSTANTIATION);
+  lane_type = new_type<Lane>("nnsight_pp_thread_state.Lane", {{Py_tp_methods, lane_methods}},
+                             Py_TPFLAGS_DISALLOW_INSTANTIATION);
+  PyTypeObject* table_type = new_type<Shared>(
+      "nnsight_pp_thread_state.PlainTensors",
+      {{Py_tp_new, reinterpret_cast<void*>(table_new)}, {Py_tp_methods, table_methods}}, 0);
+  return memory_type != nullptr && lane_type != nullptr && table_type != nullptr &&
+         PyModule_AddType(module, table_type) == 0;
+}
+
+}  // namespace nnsight_pp
+
+#endif
