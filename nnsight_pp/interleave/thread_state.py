@@ -85,7 +85,7 @@ def load() -> ThreadState:
     Raises:
         ExtensionBuildError: The compiler is missing or refused, or the result does not load.
 
-    Cost: 10 ms when cached; one g++ call, about 17 s, when not.
+    Cost: 10 ms when cached; about 10 s of g++ when not.
     """
     if os.environ.get("NNSIGHT_PP_TLS_SWAP") == "0":
         return _plain()
