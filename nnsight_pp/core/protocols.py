@@ -84,8 +84,11 @@ class Link(Protocol):
         """Say that no ask of ``request`` up to ``step`` will be served here any more."""
         ...
 
-    def fail(self, request: str, text: str) -> None:
-        """Say that the worker of ``request`` raised, and will answer nothing more."""
+    def fail(self, request: str, text: str, *, is_stop: bool = False) -> None:
+        """Say that the worker of ``request`` raised, and will answer nothing more.
+
+        Where it has stopped its request, the other stages' workers do so themselves.
+        """
         ...
 
     def pull(

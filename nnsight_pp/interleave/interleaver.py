@@ -41,6 +41,7 @@ from nnsight_pp.core.lens import through
 from nnsight_pp.core.location import RESULT, Location
 from nnsight_pp.core.rows import WHOLE
 from nnsight_pp.core.tree import copied
+from nnsight_pp.errors import EarlyStopException
 from nnsight_pp.interleave.agreement import together
 from nnsight_pp.interleave.asks import Asks
 from nnsight_pp.interleave.clock import Clock, StepClock, VisitClock
@@ -324,9 +325,14 @@ class Interleaver:
             return
         self.failed = self.failed or worker
         if self._link is not None:
-            self._link.fail(worker.request, f"{type(worker.error).__name__}: {worker.error}")
+            _fail(self._link, worker.request, worker.error)
         if worker.timeline is not None:
             worker.timeline.fail(worker, worker.error)
+
+
+def _fail(link: Link, request: str, error: BaseException) -> None:
+    is_stop = isinstance(error, EarlyStopException)
+    link.fail(request, f"{type(error).__name__}: {error}", is_stop=is_stop)
 
 
 def renew(turns: Interleaver) -> bool:

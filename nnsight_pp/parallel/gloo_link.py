@@ -141,10 +141,14 @@ class GlooLink:
         """See `core.protocols.Link`."""
         self._own.close(request, step)
 
-    def fail(self, request: str, text: str) -> None:
-        """See `core.protocols.Link`. The other stages are told that they need not go on."""
+    def fail(self, request: str, text: str, *, is_stop: bool = False) -> None:
+        """See `core.protocols.Link`. The other stages are told that they need not go on.
+
+        A stop is not told: the threads that send and receive it would take the interpreter from
+        two forwards.
+        """
         self._own.fail(request, text)
-        for peer in self._peers.values():
+        for peer in () if is_stop else self._peers.values():
             peer.send(_FAILED, lambda: (request.encode(), []))
 
     def has_failed_elsewhere(self, request: str) -> bool:

@@ -116,7 +116,7 @@ class MemoryLink:
         """See `core.protocols.Link`."""
         self._own.close(request, step)
 
-    def fail(self, request: str, text: str) -> None:
+    def fail(self, request: str, text: str, *, is_stop: bool = False) -> None:
         """See `core.protocols.Link`."""
         self._own.fail(request, text)
 

@@ -83,7 +83,7 @@ def test_cores_are_bound_as_this_engine_needs_beside_another_one_in_this_process
     try:
         assert envs.VLLM_CPU_OMP_THREADS_BIND == "auto"
         model = VLLM(str(tiny_llama_path), pipeline_parallel_size=2, max_model_len=64)
-        with model._environment():
+        with client._environment(model._num_ranks):
             assert len(envs.VLLM_CPU_OMP_THREADS_BIND.split("|")) == 2
             assert envs.VLLM_WORKER_MULTIPROC_METHOD == "spawn"
         monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")

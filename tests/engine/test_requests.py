@@ -104,6 +104,52 @@ def test_saves_of_many_megabytes_come_from_every_stage(engine: Engine) -> None:
     assert float(early[0].abs().sum()) > 0
 
 
+def test_small_reports_come_home_with_the_last_token(
+    engine: Engine, local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, layers = engine.model, engine.layers
+    calls: list[str] = []
+    call = model._call
+    monkeypatch.setattr(
+        model, "_call", lambda name, *args: (calls.append(name), call(name, *args))[1]
+    )
+    with model.trace(PROMPT, temperature=0.0, max_tokens=9) as tracer:
+        stopped = [vllm_stream(layers[3]), layers[25].mlp.output].save()
+        tracer.stop()
+    with model.trace(temperature=0.0, max_tokens=2) as tracer:
+        with tracer.invoke(PROMPT):
+            for _ in tracer.iter[:2]:
+                late = layers[25].mlp.output.save()
+        with tracer.invoke(SHORT, max_tokens=1):
+            short = vllm_stream(layers[3]).save()
+    with model.trace(PROMPT, max_tokens=2):  # it is over before its request is
+        first = vllm_stream(layers[3]).save()
+    assert calls == []
+    assert_same(stopped[0], alone(local, PROMPT, 3), "stopped")
+    assert_same(short, alone(local, SHORT, 3), "short")
+
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2) as tracer:
+        rows = {}.save()
+        for step in tracer.iter[:2]:
+            rows[step] = layers[25].mlp.output
+        result = tracer.result.save()
+    assert calls == ["nnsight_collect"]
+    assert_same(stopped[1], rows[0], "a value of the last stage")
+    assert_same(late, rows[1], "a value of the last step")
+    assert len(result.outputs[0].token_ids) == 2
+    with model.trace(PROMPT, max_tokens=1):
+        large = vllm_stream(layers[3]).repeat(100, 1).save()
+    with model.trace(PROMPT, max_tokens=1):  # behind the step the first stage gets the other's
+        summed = (layers[3].mlp.output + layers[25].mlp.output).save()
+    assert calls[1:] == ["nnsight_collect"] * 2
+    with pytest.raises(ZeroDivisionError), model.trace(PROMPT, max_tokens=1):
+        layers[25].mlp.output.sum() / (1 // 0)
+    assert calls[3:] == ["nnsight_collect"]
+    assert_same(first, stopped[0], "first")
+    assert_same(large[-len(first) :], first, "large")
+    assert summed.shape == first.shape
+
+
 def test_a_list_of_the_trace_collects_from_every_invoke(engine: Engine) -> None:
     model, layers = engine.model, engine.layers
     with model.trace(temperature=0.0, max_tokens=1) as tracer:

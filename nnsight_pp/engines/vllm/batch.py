@@ -1,15 +1,16 @@
 """One run on an engine: blocks out with their requests, reports in, names bound.
 
-Each invocation is one request. They are checked and encoded before anything starts, generated in
-one batch, and collected together. A block that does nothing rides along as a plain request. All
-are handed to the engine while its scheduler is paused, so that they begin in one step. Those that
-depend on each other (`dependence`) must; where there are several such companies, each gets a batch
-of its own.
+Each invocation is one request. They are checked and encoded before anything starts, and generated
+in one batch. Their reports come with their last tokens, or are collected together. A block that
+does nothing rides along as a plain request. All are handed to the engine while its scheduler is
+paused, so that they begin in one step. Those that depend on each other (`dependence`) must; where
+there are several such companies, each gets a batch of its own.
 """
 
 from __future__ import annotations
 
 import pickle
+import sys
 import uuid
 import warnings
 from dataclasses import dataclass, replace
@@ -22,11 +23,12 @@ from nnsight_pp.core.block import Block
 from nnsight_pp.core.saved import SavedSet
 from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
+from nnsight_pp.engines.vllm.collect import came_home, collect
 from nnsight_pp.engines.vllm.company import Member
 from nnsight_pp.engines.vllm.dependence import companies_of
 from nnsight_pp.engines.vllm.homecoming import at_home, located, make_change
 from nnsight_pp.engines.vllm.message import message_of
-from nnsight_pp.engines.vllm.prompts import prompt_of, sampling_params
+from nnsight_pp.engines.vllm.prompts import most_tokens, prompt_of, sampling_params
 from nnsight_pp.engines.vllm.root import name_of
 from nnsight_pp.engines.vllm.sequences import bound_by, by_sequence
 from nnsight_pp.engines.vllm.session_values import name_of_kept
@@ -44,7 +46,6 @@ from nnsight_pp.trace.names import Names
 from nnsight_pp.trace.raised import exception_of
 from nnsight_pp.trace.tracer import Invocation
 from nnsight_pp.wire.block_codec import BlockMessage, encode_block, encode_blocks
-from nnsight_pp.wire.report_codec import decode_reports
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -53,6 +54,9 @@ if TYPE_CHECKING:
     from nnsight_pp.engines.vllm.session_values import SessionValues
     from nnsight_pp.engines.vllm.stored_edits import StoredEdits
     from nnsight_pp.envoys.envoy import Envoy
+
+# How many requests of one run may report with their last tokens.
+_MOST_EARLY = 4
 
 
 class End(NamedTuple):
@@ -100,6 +104,14 @@ class _Request:
         return self.options.get("n") or 1
 
     @property
+    def last_step(self) -> int | None:
+        """The step that ends it at the latest; None where its report has to wait for the client."""
+        if self.num_sequences > 1 or self.edits.traces():
+            return None
+        most = most_tokens(self.options)
+        return sys.maxsize if most is None else most - 1
+
+    @property
     def is_plain(self) -> bool:
         """Whether it has no block."""
         return self.message is None
@@ -144,12 +156,16 @@ class Batch:
         # Those that depend on each other; what depends on nobody.
         self._companies = [[self._requests[number] for number in one] for one in companies]
         self._loose = [one for number, one in enumerate(self._requests) if number not in depends]
+        # Many small answers would be slower than one.
+        may_come_home = session is None and len(self._requests) <= _MOST_EARLY
         for request in self._loose:
-            self._encode([request], root)
+            self._encode([request], root, may_come_home=may_come_home)
         for members in self._companies:
             self._encode(members, root)
         for request in self._requests:
             request.edits.board(request.params, root)
+        # The requests whose reports came home with their last tokens.
+        self.came_home: list[str] = []
         # What each stage has pulled for the blocks of this run, once it is over.
         self.pulls: list[tuple[int, PullRecord]] = []
         # By trace: how many requests the fullest step of a block's request has held.
@@ -174,7 +190,7 @@ class Batch:
         return request
 
     @staticmethod
-    def _encode(requests: list[_Request], root: Envoy) -> None:
+    def _encode(requests: list[_Request], root: Envoy, *, may_come_home: bool = False) -> None:
         """Give ``requests`` their parameters, with their blocks on board."""
         messages = [one.message for one in requests if one.message is not None]
         most = max(one.num_sequences for one in requests)
@@ -197,7 +213,8 @@ class Batch:
         company = uuid.uuid4().hex
         for index, request in enumerate(requests):
             member = Member(company, index, len(requests)) if len(requests) > 1 else None
-            payload = pickle.dumps((request.trace, data[index], member)) if messages else None
+            last = request.last_step if may_come_home else None
+            payload = pickle.dumps((request.trace, data[index], member, last)) if messages else None
             name = None if member is None else company
             request.params = sampling_params(request.options, payload, name)
 
@@ -225,17 +242,16 @@ class Batch:
         ]
         # What was generated, in the order of the invocations.
         self.outputs = [outputs[request.trace] for request in self._requests]
-        wanted = [
-            (trace, pickle.dumps(outputs[request.trace]))
-            for request in self._requests
-            for trace in request.edits.traces()
+        reports = came_home(self.outputs)
+        self.came_home = list(reports)
+        waiting = [(trace, one) for one in self._requests for trace in one.edits.traces()]
+        waiting += [
+            (one.trace, one)
+            for one in self._requests
+            if not one.is_plain and one.trace not in reports
         ]
-        wanted += [
-            (request.trace, pickle.dumps(outputs[request.trace]))
-            for request in self._requests
-            if not request.is_plain
-        ]
-        return self._settle(_collect(call, wanted))
+        wanted = [(trace, pickle.dumps(outputs[one.trace])) for trace, one in waiting]
+        return self._settle(reports | collect(call, wanted))
 
     def _give_up(self, llm: Any, call: Callable[..., list[Any]], error: BaseException) -> None:
         """Leave nothing of the run on the engine after ``error``; say it in our words."""
@@ -250,7 +266,7 @@ class Batch:
             ) from error
         compat.abort_all(llm)
         traces = [trace for one in self._requests for trace in (*one.edits.traces(), one.trace)]
-        _collect(call, [(trace, None) for trace in traces])
+        collect(call, [(trace, None) for trace in traces])
         if name == "VLLMValidationError":
             raise ConfigurationError(
                 explain(
@@ -354,16 +370,3 @@ def _fail_together(traces: list[str], merged: dict[str, list[Report]]) -> None:
         for trace in traces:
             report = merged[trace][0]
             merged[trace] = [replace(report, saved={}, grown={}, failure=failure)]
-
-
-def _collect(
-    call: Callable[..., list[Any]], wanted: list[tuple[str, bytes | None]]
-) -> dict[str, list[Report]]:
-    """Return the stages' reports by trace."""
-    found: dict[str, list[Report]] = {}
-    if not wanted:
-        return found
-    answers = call("nnsight_collect", pickle.dumps(wanted))
-    for report in decode_reports(answers, lambda is_wanted: call("nnsight_fetch", is_wanted)):
-        found.setdefault(report.trace, []).append(report)
-    return found

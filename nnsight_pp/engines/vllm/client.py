@@ -1,7 +1,7 @@
 """`VLLM`: a model on a vLLM engine, as the user holds it.
 
 The tree is on the meta device, so nothing is loaded until the first run. A trace sends each block
-with its request, lets vLLM generate, collects one report from each stage, merges them, and writes
+with its request, lets vLLM generate, takes in one report from each stage, merges them, and writes
 the saved names into the user's frame.
 """
 
@@ -21,6 +21,7 @@ from vllm.transformers_utils.config import get_config
 
 from nnsight_pp.engines.vllm import compat, machine
 from nnsight_pp.engines.vllm.batch import Batch, without_block
+from nnsight_pp.engines.vllm.collect import collect
 from nnsight_pp.engines.vllm.progress import shown
 from nnsight_pp.engines.vllm.prompts import sampling_params
 from nnsight_pp.engines.vllm.rank_weights import RankWeights
@@ -101,7 +102,9 @@ class VLLM(VLLMTree):
         self._stored = StoredEdits()
         self._session = SessionValues(self, self._call)
         self._close_at_exit: Any = None
-        with self._environment():
+        # The ranks forget these with their next step, which is not awaited.
+        self._came_home: list[str] = []
+        with _environment(self._num_ranks):
             length = _max_model_len(self._arguments, max_model_len)
             self._arguments["max_model_len"] = length
             _size_steps(self._arguments, length)
@@ -116,14 +119,6 @@ class VLLM(VLLMTree):
             self.dispatch()
 
     # -- the engine ----------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _environment(self) -> Any:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(machine.engine_environment())
-            if compat.IS_CPU:
-                stack.enter_context(machine.cpu_environment(self._num_ranks))
-            yield
 
     def _size_cache(self, config: Any) -> None:
         if not compat.IS_CPU:
@@ -160,7 +155,7 @@ class VLLM(VLLMTree):
         if self._is_compiling:
             doing += " (the model is compiled, and kept for the next start)"
         with (
-            self._environment(),
+            _environment(self._num_ranks),
             machine.hidden_main(),
             machine.kept_randomness(),
             shown(doing),
@@ -219,7 +214,10 @@ class VLLM(VLLMTree):
         answers; ``pending``: pulls on their way; ``parcels``: reports of 4 MB or more that were not
         fetched; ``traffic``: pulls and bytes by other stage, since the start.
         """
-        return [pickle.loads(answer) for answer in self._call("nnsight_statistics")]
+        with self._lock:
+            collect(self._call, [(trace, None) for trace in self._came_home])
+            self._came_home = []
+            return [pickle.loads(answer) for answer in self._call("nnsight_statistics")]
 
     def request_counts(self) -> list[int]:
         """Return, for each rank, how many traced requests it still tracks."""
@@ -247,6 +245,7 @@ class VLLM(VLLMTree):
             with self._lock:
                 self.dispatch()
                 error = batch.run(self._llm, self._call)
+                self._came_home = batch.came_home
             tracer.statistics = {"pulls": batch.pulls, "ends": batch.ends}
             return error
 
@@ -320,6 +319,15 @@ class VLLM(VLLMTree):
         # A list of modules is never called, so only what it holds says where it is.
         first, last = (min(below)[0], max(one[1] for one in below)) if below else span
         return f"stage {first}" if first == last else f"stages {first}-{last}"
+
+
+@contextlib.contextmanager
+def _environment(num_ranks: int) -> Any:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(machine.engine_environment())
+        if compat.IS_CPU:
+            stack.enter_context(machine.cpu_environment(num_ranks))
+        yield
 
 
 def _shut_down(llm: LLM) -> None:

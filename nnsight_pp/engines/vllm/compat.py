@@ -25,6 +25,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.core.sched.output import SchedulerOutput as SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler as Scheduler
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.outputs import ModelRunnerOutput as ModelRunnerOutput
@@ -288,16 +289,6 @@ def batch_rows(runner: Any) -> list[tuple[str, int, int]]:
         (request, int(starts[index]), int(starts[index + 1]))
         for index, request in enumerate(batch.req_ids[: batch.num_reqs])
     ]
-
-
-def wait_for(intermediate: Any) -> None:
-    """Return when the activations of the stage before are here; at once on the first stage.
-
-    Source: vllm 0.32.0 v1/worker/gpu_worker.py:AsyncIntermediateTensors waits when its tensors are
-    first looked at.
-    """
-    if intermediate is not None:
-        _ = intermediate.tensors
 
 
 def is_compiling(vllm_config: Any) -> bool:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from nnsight_pp.core.tree import copied
 from nnsight_pp.engines.vllm import compat
+from nnsight_pp.engines.vllm.activations import wait_for
 from nnsight_pp.engines.vllm.schedule import with_ended
 from nnsight_pp.engines.vllm.shared_experts import forget_outputs, run_in_turn, shared_experts
 from nnsight_pp.errors import ConfigurationError
@@ -53,10 +54,14 @@ class TracingRunner:
         if side is not None:
             with side.reading("opening a step"):
                 if side.is_concerned(scheduler_output):
-                    compat.wait_for(intermediate_tensors)
+                    wait_for(intermediate_tensors)
+                    side.early.begin(intermediate_tensors)
                     side.begin_step(scheduler_output)
         execute = super().execute_model  # type: ignore[misc]
-        return execute(scheduler_output, intermediate_tensors, *args, **kwargs)
+        output = execute(scheduler_output, intermediate_tensors, *args, **kwargs)
+        if side is not None and side.is_eager and not side.is_last:
+            return side.early.on_board(output)
+        return output
 
     def _determine_batch_execution_and_padding(self, *args: Any, **kwargs: Any) -> Any:
         """Choose no CUDA graph for a step with a block: no Python of the model runs in one.
@@ -111,7 +116,7 @@ class TracingRunner:
         if side is None or not side.is_eager:
             return sample(*args, **kwargs)
         if not side.is_tracing:
-            return with_ended(sample(*args, **kwargs), side.take_ended())
+            return with_ended(sample(*args, **kwargs), side.take_ended(), {})
         with side.reading("handing over the logits of a step"):
             state = self.execute_model_state  # type: ignore[attr-defined]
             if state is not None:
@@ -121,7 +126,7 @@ class TracingRunner:
             output = sample(*args, **kwargs)
         finally:
             side.end_step()
-        return with_ended(output, side.take_ended())
+        return with_ended(output, side.take_ended(), side.early.take())
 
     def _sample(self, *args: Any, **kwargs: Any) -> Any:
         side = self.nnsight_side

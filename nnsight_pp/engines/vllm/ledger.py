@@ -59,6 +59,7 @@ class TracedRequest:
         rows_of: vLLM's id of the request whose rows the block sees.
         has_edited: Whether its block has changed what a cache has seen.
         most_in_step: How many requests, with it, the fullest of its steps has held.
+        last_step: The step that ends it at the latest; None where it waits to be collected.
     """
 
     request: str
@@ -76,6 +77,7 @@ class TracedRequest:
     rows_of: str = ""
     has_edited: bool = False
     most_in_step: int = 0
+    last_step: int | None = None
 
     def __post_init__(self) -> None:
         self.rows_of = self.rows_of or self.request
@@ -133,6 +135,7 @@ class Ledger:
         self._stage = stage
         self._link = link
         self._requests: dict[str, TracedRequest] = {}
+        self._prepared: dict[str, TracedRequest] = {}
         self.companies: dict[str, Company] = {}
 
     def get(self, request: str) -> TracedRequest | None:
@@ -150,7 +153,7 @@ class Ledger:
         data: bytes,
         place: tuple[int, str] = (0, ""),
     ) -> TracedRequest:
-        """Decode a block and start its worker. A failure is the request's own.
+        """Start the worker of a block. A failure is the request's own.
 
         Args:
             request: Its name, alike on every rank.
@@ -159,49 +162,47 @@ class Ledger:
             data: The block.
             place: Its seat, and the request whose rows it sees.
         """
+        traced = self._prepared.pop(request, None)
+        if traced is None:
+            traced = self._made(request, trace, prompt_len, data, place)
+        self._requests[request] = traced
+        if traced.error is not None:
+            self.fail(traced, traced.error)
+        elif traced.worker is not None:
+            self._turns.add(traced.worker)
+        return traced
+
+    def prepare(self, requests: list[tuple[str, str, int, bytes]]) -> None:
+        """Do what `add` does before blocks run, with its first arguments; nobody is told yet."""
+        self._prepared = {one[0]: self._made(*one) for one in requests}
+
+    def _made(
+        self,
+        request: str,
+        trace: str,
+        prompt_len: int,
+        data: bytes,
+        place: tuple[int, str] = (0, ""),
+    ) -> TracedRequest:
+        """Decode a block and make its worker, or note the error."""
         traced = TracedRequest(request, trace, prompt_len, seat=place[0], rows_of=place[1])
-        self._requests[traced.request] = traced
         try:
             # vLLM calls this in inference mode, whose tensors do not count their edits.
             with torch.inference_mode(False):
                 message = decode_block(data, self._object_of)
             _name_module(message.names)
             traced.before = states_of(message.names, set())
-            worker = self._worker(traced, message, Scope(message.names), SavedSet())
+            self._worker(traced, message, Scope(message.names), SavedSet())
         except Exception as error:
-            self.fail(traced, error)
-        else:
-            self._turns.add(worker)
+            traced.error = error
         return traced
 
     def _worker(
         self, traced: TracedRequest, message: BlockMessage, scope: Scope, saves: SavedSet
     ) -> Worker:
         """Make the worker that runs the block of ``message`` for ``traced``."""
-        traced.message, traced.scope = message, scope
         traced.given = self._residents.take_given()
-        message.block.show_in_tracebacks()
-        code = message.block.code()
-        slot = self._switch.new_slot(message.grad_enabled)
-        draws, writes_raw = draws_and_mentions(code, message.names, WORDS)
-        for name in message.saved:
-            saves.mark(message.names[name])
-        traced.worker = Worker(
-            traced.request,
-            lambda: exec(code, scope),
-            message.block.filename,
-            slot,
-            saves=saves,
-            randomness=Randomness(
-                message.seed + compat.sequence_of(traced.request),
-                python=draws.python,
-                numpy=draws.numpy,
-                dtype=message.dtype,
-            ),
-        )
-        traced.worker.writes_raw = writes_raw
-        traced.worker.seat = traced.seat
-        traced.worker.rows_of = traced.rows_of
+        traced.worker = _worker_of(traced, message, scope, saves, self._switch)
         return traced.worker
 
     def add_member(
@@ -283,6 +284,10 @@ class Ledger:
             report = Report(traced.request, self._stage, traced.trace, failure=failure)
         return report
 
+    def report(self, traced: TracedRequest) -> Report:
+        """Return this stage's report of ``traced``, whose block is over, and keep it as it is."""
+        return self._report(traced, object(), shipping_of([traced]))
+
     def close_company(self, company: Company, results: dict[str, Any]) -> list[Report]:
         """End the requests of ``company``, forget them, and return this stage's reports of them.
 
@@ -353,6 +358,36 @@ class Ledger:
             statistics=traced.statistics(),
             kept={} if failure else self._residents.bound(message, traced.request, own, sent.saved),
         )
+
+
+def _worker_of(
+    traced: TracedRequest, message: BlockMessage, scope: Scope, saves: SavedSet, switch: Switch
+) -> Worker:
+    """Make the worker that runs the block of ``message`` for ``traced``."""
+    traced.message, traced.scope = message, scope
+    message.block.show_in_tracebacks()
+    code = message.block.code()
+    slot = switch.new_slot(message.grad_enabled)
+    draws, writes_raw = draws_and_mentions(code, message.names, WORDS)
+    for name in message.saved:
+        saves.mark(message.names[name])
+    worker = Worker(
+        traced.request,
+        lambda: exec(code, scope),
+        message.block.filename,
+        slot,
+        saves=saves,
+        randomness=Randomness(
+            message.seed + compat.sequence_of(traced.request),
+            python=draws.python,
+            numpy=draws.numpy,
+            dtype=message.dtype,
+        ),
+    )
+    worker.writes_raw = writes_raw
+    worker.seat = traced.seat
+    worker.rows_of = traced.rows_of
+    return worker
 
 
 def _name_module(names: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from vllm import SamplingParams
 from nnsight_pp.engines.vllm.compat import COMPANY, PAYLOAD
 from nnsight_pp.errors import ConfigurationError, explain
 
+_USUAL = SamplingParams()
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
 
 
@@ -67,6 +68,14 @@ def _ids(prompt: Any) -> list[int]:
     if not ids:
         raise ConfigurationError("The prompt is empty.")
     return list(ids)
+
+
+def most_tokens(options: dict[str, Any]) -> int | None:
+    """Return how many tokens ``options`` ask for at most; None where nothing but their end does."""
+    for name in ("max_tokens", "max_new_tokens"):
+        if name in options:
+            return options[name]
+    return _USUAL.max_tokens
 
 
 def sampling_params(

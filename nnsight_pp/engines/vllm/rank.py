@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from vllm.tokenizers import get_tokenizer
 
-from nnsight_pp.core.counted import EditsCounted
-from nnsight_pp.core.tree import map_leaves, on_device
+from nnsight_pp.core.tree import on_device
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.adapters import leave_other_rows_alone
 from nnsight_pp.engines.vllm.forward import add_tracing, end_of_rank
@@ -33,6 +32,7 @@ from nnsight_pp.engines.vllm.past_edits import PastEdits, behind_caches
 from nnsight_pp.engines.vllm.points import Points
 from nnsight_pp.engines.vllm.residents import PREFIX, Residents
 from nnsight_pp.engines.vllm.root import VLLMTree, object_of
+from nnsight_pp.engines.vllm.sent_values import constant_of, host_copy
 from nnsight_pp.engines.vllm.shards import Shards
 from nnsight_pp.engines.vllm.side import RankSide
 from nnsight_pp.engines.vllm.surface import RankSurface
@@ -247,6 +247,15 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
         config = self.vllm_config.model_config
         return get_tokenizer(config.tokenizer, trust_remote_code=config.trust_remote_code)
 
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Decode the blocks of a step before its activations are here, then run it as vLLM does.
+
+        Source: vllm 0.32.0 v1/worker/gpu_worker.py:Worker.execute_model waits for them on CPUs.
+        """
+        if self.nnsight_side is not None:
+            self.nnsight_side.early_blocks.prepare(scheduler_output)
+        return super().execute_model(scheduler_output)
+
     def shutdown(self) -> None:
         """Leave the link, then stop as vLLM does."""
         if self.nnsight_side is not None:
@@ -372,28 +381,6 @@ def _hold_real(root: Envoy, real: dict[str, torch.nn.Module]) -> None:
     """Let the nodes of this rank's own modules look at the real ones."""
     for node in root.nodes():
         node.look_at(real.get(node.path))
-
-
-def constant_of(real: dict[str, torch.nn.Module], name: str) -> torch.Tensor:
-    """Return the weight whose location prints as ``name``. Called by the link's threads."""
-    path, _, attribute = name.rpartition(".")
-    return getattr(real[path], attribute).detach()
-
-
-def host_copy(value: Any) -> Any:
-    """Return ``value`` with every tensor copied to the host, on the calling thread.
-
-    The link's threads send it later, and must not touch a device's stream.
-    """
-    if type(value) is torch.Tensor and value.is_cpu:  # the usual case; nobody edits the copy
-        return value.detach().clone()
-    with EditsCounted():
-        return map_leaves(
-            value,
-            lambda leaf: (
-                leaf.detach().to("cpu", copy=True) if isinstance(leaf, torch.Tensor) else leaf
-            ),
-        )
 
 
 class RankWorker(_Rank):

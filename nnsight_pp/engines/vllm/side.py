@@ -19,7 +19,10 @@ from nnsight_pp.core.location import LOGITS, SAMPLES, Location
 from nnsight_pp.core.rows import Rows, TokenCut
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.blame import Blame
+from nnsight_pp.engines.vllm.early_blocks import EarlyBlocks
+from nnsight_pp.engines.vllm.early_reports import EarlyReports
 from nnsight_pp.engines.vllm.edit_blocks import EditBlocks
+from nnsight_pp.engines.vllm.schedule import StepPlan
 from nnsight_pp.wire.parcel import Parcel
 from nnsight_pp.wire.report_codec import as_witness, encode_reports
 
@@ -55,6 +58,8 @@ class RankSide:
         self._edits = EditBlocks(ledger)
         self._blame = Blame(ledger, place)
         self._points = points
+        self.early = EarlyReports(ledger, place)
+        self.early_blocks = EarlyBlocks(ledger, place)
         self._link = link
         self._num_resumed = 0
         self._parcel = Parcel()
@@ -93,6 +98,8 @@ class RankSide:
         """Whether the step holds a request with a block; alike on every rank. Call it for each."""
         self.is_eager = False
         self._batch, self._in_step = [], []
+        if type(output) is StepPlan:
+            self.early.forget(output.came_home)
         for company in self._ledger.companies.values():
             company.ended.update(compat.ended(output))
         is_known = len(self._ledger) > 0 and any(
@@ -203,6 +210,7 @@ class RankSide:
                 self._turns.close_step(traced.request, step)
             except Exception as error:
                 self._blame.broke("closing a step", error, traced)
+        self.early.add(self._batch)
         self._batch = []
 
     def take_ended(self) -> tuple[str, ...]:
@@ -315,12 +323,14 @@ def _settled(link: GlooLink, num_tracked: int) -> dict[str, Any]:
 def _take_in(ledger: Ledger, item: compat.Scheduled) -> TracedRequest | None:
     payload = compat.carried(item.new)
     assert payload is not None
-    trace, data, member = pickle.loads(payload)
+    trace, data, member, last_step = pickle.loads(payload)
     if data is None:
         return None  # it has stored edits only
     if member is not None:
         return ledger.add_member(item.request, trace, item.new.prompt_len, data, member)
-    return ledger.add(item.request, trace, item.new.prompt_len, data)
+    traced = ledger.add(item.request, trace, item.new.prompt_len, data)
+    traced.last_step = last_step
+    return traced
 
 
 def _is_lost(traced: TracedRequest, link: GlooLink | None) -> bool:

@@ -165,7 +165,7 @@ class RequestEdits:
             for message in self.messages
         ]
         # A request without a block of its own is to be scheduled as one with a block.
-        no_block = pickle.dumps(("", None, None))
+        no_block = pickle.dumps(("", None, None, None))
         extra = {compat.PAYLOAD: no_block, **(params.extra_args or {})}
         params.extra_args = {**extra, compat.EDITS: pickle.dumps(data)}
 
