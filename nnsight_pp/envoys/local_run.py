@@ -255,6 +255,7 @@ def _worker(
     )
     worker.seat = number
     worker.writes_raw = invocation.block.known.writes_raw
+    worker.reaches_raw = invocation.reaches_raw
     return worker
 
 

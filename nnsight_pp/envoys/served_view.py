@@ -101,7 +101,14 @@ class eproperty:  # noqa: N801 - it is used like `property`
         visit = worker.visit
         if self._transform is not None and visit is not None:
             transform = self._transform
-            visit.watch(self, node, view, _mark(view), lambda raw: transform(node, view, raw))
+            visit.watch(
+                self,
+                node,
+                view,
+                _mark(view),
+                lambda raw: transform(node, view, raw),
+                writes_raw=worker.may_write_raw(self),
+            )
         return view
 
     def __set__(self, node: Any, value: Any) -> None:

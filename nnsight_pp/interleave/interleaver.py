@@ -248,7 +248,7 @@ class Interleaver:
         cut = worker.cut or WHOLE
         if joined is not None:
             cut = joined.cut_of(cut, worker.where)
-        visit = OpenVisit(handed, through(ask.seen, cut), writes_raw=worker.writes_raw)
+        visit = OpenVisit(handed, through(ask.seen, cut), writes_raw=worker.may_write_raw(ask.seen))
         if worker.timeline is not None and ask.location != RESULT:
             handed.visits.append((worker, visit))
             worker.timeline.now = self.asks.order.moment_of(

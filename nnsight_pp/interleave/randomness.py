@@ -277,7 +277,7 @@ class _Scan:
         for name in code.co_names:
             try:
                 value = names[name]
-            except KeyError:
+            except (KeyError, NameError):  # what another invoke has not bound yet
                 continue
             self._visit(value, code.co_names)
 

@@ -128,6 +128,8 @@ class OpenVisit:
         shown: Any,
         mark: int | None,
         put_back: Callable[[Any], Any],
+        *,
+        writes_raw: bool = False,
     ) -> None:
         """Remember that the block was shown ``shown``: its edits go back when the visit is over.
 
@@ -137,9 +139,11 @@ class OpenVisit:
             shown: What the block holds.
             mark: The version that it has now, where it counts its edits.
             put_back: Turns the value into one with the view's edits.
+            writes_raw: Whether it may edit the view in a way that torch does not count.
         """
         self._views = [*(self._views or ()), View(name, owner, shown, mark, put_back)]
-        if self._raw is not None:
+        if writes_raw:
+            self._raw = self._raw or RawWrites()
             self._raw.note(shown)
 
     def view_of(self, name: object, owner: object) -> tuple[Any] | None:

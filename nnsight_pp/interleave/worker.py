@@ -103,8 +103,8 @@ class Worker:
         "_context", "_echoes", "_run", "apart_by", "ask", "asked", "closed_early", "cut", "error",
         "error_at", "failed_at", "filename", "greenlet", "habits", "has_ended", "held_up",
         "is_calling", "is_dropped", "is_relaxed", "loop_depth", "mark", "memo", "near", "pulls",
-        "randomness", "reached", "request", "rows_of", "saves", "seat", "slot", "step", "timeline",
-        "trail", "turns", "unshared", "visit", "warnings", "writes_raw",
+        "randomness", "reached", "reaches_raw", "request", "rows_of", "saves", "seat", "slot",
+        "step", "timeline", "trail", "turns", "unshared", "visit", "warnings", "writes_raw",
     )  # fmt: skip
 
     def __init__(
@@ -136,8 +136,7 @@ class Worker:
         self.ask: Ask | None = None
         # Invariant: alike on every rank at the same line of the block. `trail` is a checksum of
         # what was asked for: ranks whose trails differ at the end took different branches.
-        self.asked = self.trail = 0
-        self.step = 0
+        self.asked = self.trail = self.step = 0
         self.mark = _START
         # The furthest step whose gate this worker has passed.
         self.reached = NEVER
@@ -164,6 +163,7 @@ class Worker:
         self.failed_at = 0
         # `is_dropped`: no answer is kept for it any more; `writes_raw`: see `core.raw_writes`.
         self.has_ended = self.is_dropped = self.writes_raw = False
+        self.reaches_raw: Callable[[], bool] | None = None  # where that is asked for late
         self.warnings: tuple[str, ...] = ()
         # Whoever gives it the turn makes itself its parent first. None once the block has ended.
         self.greenlet: Any = shell_for(self, self._context)  # its `parent` may be any greenlet
@@ -287,6 +287,21 @@ class Worker:
     def shares_names_with(self, other: Worker) -> bool:
         """Whether this worker's block may hold what ``other``'s has asked for."""
         return self.timeline is not None and self.timeline is other.timeline
+
+    def may_write_raw(self, seen: object) -> bool:
+        """Whether the block, or what it calls, may edit values in a way that torch does not count.
+
+        Args:
+            seen: How it sees the value. None: as it is, where such a write lands by itself in this
+                process, and only the block's own text is asked.
+
+        Cost: in this process, where only views need it, a look at what the block reaches; of the
+        same functions the answer is kept.
+        """
+        if seen is not None and self.reaches_raw is not None and not self.writes_raw:
+            self.writes_raw = self.reaches_raw()
+            self.reaches_raw = None
+        return self.writes_raw
 
     def where(self) -> Where | None:
         """Return the block's line at which this worker is, or None when it is not known."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from nnsight_pp.core.block import Scope
 from nnsight_pp.core.location import RESULT
+from nnsight_pp.core.raw_writes import WORDS
 from nnsight_pp.core.saved import SavedSet, active_saves
 from nnsight_pp.errors import (
     BlockShapeError,
@@ -23,6 +24,7 @@ from nnsight_pp.errors import (
     explain,
 )
 from nnsight_pp.interleave.barrier import Barrier
+from nnsight_pp.interleave.reach import may_mention
 from nnsight_pp.interleave.worker import current_worker
 from nnsight_pp.trace.clean import raise_again
 from nnsight_pp.trace.deliver import deliver
@@ -172,6 +174,10 @@ class Invocation:
             exec(self.block.known.code, self.scope)
         finally:
             self.is_over = True
+
+    def reaches_raw(self) -> bool:
+        """Whether what the block calls may edit a tensor in a way that torch does not count."""
+        return may_mention(self.block.known.code, self.scope, self.block.reads(), WORDS)
 
     def warn(self, texts: Sequence[str]) -> None:
         """Show ``texts`` to the user when the run is over."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nnsight_pp import OutOfOrderError, attention_pattern
+from nnsight_pp import NotSupportedError, OutOfOrderError, attention_pattern
 
 if TYPE_CHECKING:
     from nnsight_pp import VLLM
@@ -388,3 +388,50 @@ def containers_in_containers_around_a_block(model: VLLM, layers: list[Any]) -> A
     assert (len(inner), len(by_place["early"]), board[1]) == (1, 1, {0, 5})
     assert board[0][0][1] != 0
     return by_place, board[0]
+
+
+@odd
+def one_object_and_one_memory(model: VLLM, layers: list[Any]) -> Any:
+    array, probe, outer = np.zeros(4, dtype=np.float32), torch.nn.Linear(4, 1, bias=False), [0.0]
+    shown = torch.from_numpy(array)
+    with torch.no_grad():
+        probe.weight.fill_(0.5)
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        early = layers[0].mlp.output.save()
+        late = layers[3].mlp.output.clone().save()
+        row = late[0].save()
+        turned = late.T.save()
+        rows = [row, early]
+        both = (rows, {"rows": rows}, outer).save()
+        array[0] = late[0, 0]
+        shown[1] = late[0, 1]
+        outer.append(float(early[0, 0]))
+        with torch.enable_grad():
+            probe(late[:, :4].detach()).sum().backward()
+    late[0, 2] = 100
+    assert row[2] == turned[2, 0] == 100
+    assert both[0] is both[1]["rows"]
+    assert both[0][0] is row
+    assert both[0][1] is early
+    assert both[2] is outer
+    assert array[:2].all()
+    return late, array.tolist(), outer, probe.weight.grad
+
+
+@odd
+def a_default_dtype_of_its_own(model: VLLM, layers: list[Any]) -> Any:
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        torch.set_default_dtype(torch.float64)
+        late = layers[3].mlp.output.save()
+        double = torch.zeros(2).save()
+        torch.set_default_dtype(torch.float32)
+    assert double.dtype == torch.float64
+    with contextlib.suppress(NotSupportedError):
+        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            torch.set_default_dtype(torch.float64)
+            logits = model.logits
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        logits = model.logits.save()
+        single = torch.zeros(2).save()
+    assert single.dtype == torch.float32
+    return late, logits

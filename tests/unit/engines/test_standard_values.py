@@ -492,3 +492,25 @@ def test_a_tree_that_stays_as_it_is_finds_each_name_once():
     ]
     with pytest.raises(UnknownLocationError, match="99"):
         root.layers[99]
+
+
+def _zero(view):
+    view[:] = 0
+
+
+def _zero_data(view):
+    view.data[:] = 0
+
+
+@pytest.mark.slow
+def test_what_a_function_writes_into_heads_past_the_version_lands():
+    model = LanguageModel(decoder_model("llama"), tokenizer=word_tokenizer())
+    found = []
+    with torch.no_grad():
+        for edit in (_zero, _zero_data, len):
+            with model.trace(PROMPT):
+                edit(model.layers[1].attn.q)
+                logits = model.logits.save()
+            found.append(logits)
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])

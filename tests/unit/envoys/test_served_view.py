@@ -129,3 +129,33 @@ def test_a_traceable_method_is_called_or_entered(model):
     with model.trace(X):
         plain = save(layer.run(X))
     assert torch.equal(plain, out)
+
+
+def past_the_version(view):
+    view.data[:, 0] = 0
+
+
+def in_numpy(view):
+    view.numpy()[:, 0] = 0
+
+
+def counted(view):
+    view[:, 0] = 0
+
+
+def looked_at(view):
+    float(view.sum())
+
+
+@pytest.mark.parametrize("edit", [past_the_version, in_numpy, counted, looked_at])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_what_a_function_writes_past_the_version_goes_back(model, edit, is_last):
+    seen = []
+    model._module.head.register_forward_hook(lambda module, args, out: seen.append(args[0]))
+    with torch.no_grad():
+        with model.trace(X):
+            edit(model.layers[2].halves)
+            if not is_last:
+                model.layers[2].output.sum()
+    assert seen[0][:, : WIDTH // 2].any() == (edit is looked_at)
+    assert seen[0][:, WIDTH // 2 :].any()
