@@ -18,7 +18,7 @@ def tree() -> VLLMTree:
 
 
 def sent(names: dict[str, Any], root: VLLMTree) -> bytes:
-    block = Block("block.py", 1, "pass\n", "block", 0)
+    block = Block("block.py", 1, "    pass\n", "block", 0)
     return encode_block(BlockMessage("trace", block, names), lambda obj: name_of(root, obj))
 
 
