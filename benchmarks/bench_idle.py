@@ -29,6 +29,8 @@ IN_FLIGHT = (1, 4, 16)
 PLAIN = "plain vLLM"
 # Of an untraced request, and of an engine's start in seconds beyond plain vLLM's.
 GOAL, GOAL_START_S = 1.01, 3.0
+# What a trace of one value may add to a run of one token, in milliseconds.
+GOAL_TRACE_MS = 5.0
 EAGER, COMPILED = "eager", "compiled"
 
 
@@ -137,9 +139,7 @@ def _turns(pair: dict[str, Contender], where: str, given: argparse.Namespace) ->
         title = f"untraced requests, {count} in flight"
         yield turns(f"idle_{count}", title, untraced, Load("untraced", count), GOAL)
     _say(f"{where}: traces ...")
-    single = Load("first", tokens=1)
-    yield turns("trace_adds", "a trace of one value beside a run of one token",
-                ("first", "untraced"), single, None)  # fmt: skip
+    yield trace_adds(pair["ours"], where, 2 if given.quick else 80)
     if " 1 stage" not in where:
         yield turns("cross_adds", "a write on the last stage with a value of the first, per step",
                     ("cross", "untraced"), Load("cross"),
@@ -154,6 +154,21 @@ def _turns(pair: dict[str, Contender], where: str, given: argparse.Namespace) ->
     _serve_traces(pair["ours"], given.traces)
     title = f"untraced requests after {given.traces} traces, 1 in flight"
     yield turns("idle_after", title, untraced, Load("untraced"), GOAL)
+
+
+def trace_adds(one: Contender, where: str, count: int) -> Finding:
+    """Time what a trace adds to a run on the same engine; each engine has a pace of its own."""
+    taken: dict[str, list[float]] = {"first": [], "untraced": []}
+    for _ in range(one.num_processes):
+        for kind, seconds in one.ask("trace_adds", count).items():
+            taken[kind] += [second * 1e6 for second in seconds]
+    pairs = zip(taken["first"], taken["untraced"], strict=True)
+    more = statistics.median(traced - untraced for traced, untraced in pairs) / 1e3
+    # Compiled, a step without a block is, and one with a block is not.
+    goal = f" (goal {GOAL_TRACE_MS:g} ms)" if where.startswith(EAGER) else ""
+    title = f"a trace of one value, {where}: {more:+.1f} ms over a run of one token{goal}"
+    beside = "the same engine without a block"
+    return Finding(f"trace_adds, {where}", title, taken["first"], taken["untraced"], beside, True)
 
 
 def _serve_traces(one: Contender, count: int) -> None:

@@ -92,6 +92,14 @@ class Blocks:
             self.run(load, number)
         return {"s": time.perf_counter() - started}
 
+    def trace_adds(self, count: int) -> dict[str, Any]:
+        """Take turns with a trace of one value and a run of one token: the seconds of each."""
+        taken: dict[str, list[float]] = {"first": [], "untraced": []}
+        for number in range(count):
+            for kind in taken if number % 2 else reversed(taken):
+                taken[kind].append(self.run(Load(kind, tokens=1), number)["s"])
+        return taken
+
     def collect(self, megabytes: int) -> dict[str, Any]:
         """Save that much: how much longer it takes than saving nothing of it, and a copy of it."""
         model, options = self.model, self._options(1)
