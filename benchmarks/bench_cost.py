@@ -274,7 +274,7 @@ def main() -> int:
     given = options()
     if not given.quick:
         _say(f"{LENS} is left out: {_why_without_lens()}")
-    found, cells, memory = [], [], []
+    found, cells, memory, text = [], [], [], ""
     for name in given.shapes.split(","):
         shape = Shape(*map(int, name.split("x")))
         with ExitStack() as stack:
@@ -291,10 +291,10 @@ def main() -> int:
                     found.append(row)
                     cells.append(figure)
             memory += memory_of(up, shape)
-    text = markdown(cells, memory)
+        text = markdown(cells, memory)
+        if given.json is not None:  # a later shape may fail
+            write_json(given.json, found, text, {"cells": cells, "memory": memory})
     print(f"{text}\n\n{rows_of_time(found)}\n\n{environment()}")
-    if given.json is not None:
-        write_json(given.json, found, text, {"cells": cells, "memory": memory})
     return 0
 
 
