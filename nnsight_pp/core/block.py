@@ -109,9 +109,10 @@ class Block:
         return max(found)[1] if found else None
 
     def line_naming(self, name: str) -> int | None:
-        """Return the first line with the name or attribute ``name``; None for none."""
+        """Return the first line with the name, attribute or module ``name``; None for none."""
         for node in ast.walk(ast.parse(_text_of(self), self.filename)):
-            if name in (getattr(node, "id", None), getattr(node, "attr", None)):
+            parts = [getattr(node, part, None) for part in ("id", "attr", "name", "module")]
+            if any(part and f"{part}.".startswith(f"{name}.") for part in parts):
                 return getattr(node, "lineno", None)
         return None
 

@@ -90,6 +90,9 @@ class _Writer(cloudpickle.Pickler):
         stack: Undoes, at its end, what is noted for the whole process.
         pieces: By the key of a memory: the buffer that travels for it, and where it begins there.
         mentioned: What of the user's modules travels.
+
+    Attributes:
+        functions: Those that were met, by id; what travels by name is among them.
     """
 
     def __init__(
@@ -101,6 +104,7 @@ class _Writer(cloudpickle.Pickler):
         mentioned: frozenset[str],
     ) -> None:
         super().__init__(file)
+        self.functions: dict[int, FunctionType] = {}
         self._name_of = name_of
         self._stack = stack
         self._pieces = pieces
@@ -149,7 +153,8 @@ class _Writer(cloudpickle.Pickler):
         """Let a function or a class of the user's own file travel by value."""
         is_function = isinstance(obj, FunctionType)
         if is_function:
-            self.mentions |= _mentioned_in(obj.__code__)
+            self.functions[id(obj)] = obj
+            self.mentions |= mentioned_in(obj.__code__)
         module = sys.modules.get(getattr(obj, "__module__", None) or "")
         if module is not None and is_users(module):
             self._by_value(module)
@@ -236,35 +241,52 @@ def is_users(module: ModuleType) -> bool:
     if module.__name__.partition(".")[0] in (_PACKAGE, "__main__", "builtins"):
         return False
     file = getattr(module, "__file__", None)
-    return file is not None and not _is_installed(file)
+    if file is None:  # a folder without an `__init__.py` has none
+        file = next(iter(getattr(module, "__path__", ())), None)
+    return file is not None and not is_installed(file)
 
 
 @lru_cache(maxsize=4096)
-def _is_installed(file: str) -> bool:
+def is_installed(file: str) -> bool:
+    """Whether ``file`` belongs to an installed library or to Python."""
     path = Path(file).resolve()
     if {"site-packages", "dist-packages"} & set(path.parts):
         return True
     return any(path.is_relative_to(folder) for folder in _LIBRARY_FOLDERS)
 
 
-def encode_block(message: BlockMessage, name_of: Callable[[Any], Any]) -> bytes:
+def encode_block(
+    message: BlockMessage,
+    name_of: Callable[[Any], Any],
+    functions: dict[int, FunctionType] | None = None,
+) -> bytes:
     """Return ``message`` as bytes.
 
     Args:
         message: The block and its names.
         name_of: Returns what stands for an object that exists on both sides, or None.
+        functions: Gets the functions that the block's names lead to, by their id.
     """
-    return _encoded(message, [message], name_of)
+    return _encoded(message, [message], name_of, functions)
 
 
-def encode_blocks(messages: list[BlockMessage], name_of: Callable[[Any], Any]) -> bytes:
+def encode_blocks(
+    messages: list[BlockMessage],
+    name_of: Callable[[Any], Any],
+    functions: dict[int, FunctionType] | None = None,
+) -> bytes:
     """Return ``messages`` as bytes; what is one object in several of them stays one."""
-    return _encoded(messages, messages, name_of)
+    return _encoded(messages, messages, name_of, functions)
 
 
-def _encoded(value: Any, messages: Sequence[BlockMessage], name_of: Callable[[Any], Any]) -> bytes:
+def _encoded(
+    value: Any,
+    messages: Sequence[BlockMessage],
+    name_of: Callable[[Any], Any],
+    functions: dict[int, FunctionType] | None,
+) -> bytes:
     pieces: dict[Any, tuple[Any, int]] = {}
-    mentioned = frozenset().union(*(_mentioned_in(one.block.code()) for one in messages))
+    mentioned = frozenset().union(*(mentioned_in(one.block.code()) for one in messages))
     kept = []  # what is met keeps its id
     with _registry, ExitStack() as stack:
         while True:
@@ -277,13 +299,15 @@ def _encoded(value: Any, messages: Sequence[BlockMessage], name_of: Callable[[An
             more &= writer.mentions - mentioned
             is_known = found.keys() <= pieces.keys() or len(kept) > _MOST_PASSES
             if is_known and not more:
+                if functions is not None:
+                    functions.update(writer.functions)
                 return file.getvalue()
             # Now it is known, so once more.
             pieces, mentioned = found, mentioned | more
 
 
 @lru_cache(maxsize=1024)
-def _mentioned_in(code: CodeType) -> frozenset[str]:
+def mentioned_in(code: CodeType) -> frozenset[str]:
     """Return the names and attributes that ``code`` mentions, and texts that may be such."""
     found: set[str] = set()
     for one in all_codes(code):

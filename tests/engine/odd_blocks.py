@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from engine import users_module
 from nnsight_pp import NotSupportedError, OutOfOrderError, attention_pattern
 
 if TYPE_CHECKING:
@@ -435,3 +436,62 @@ def a_default_dtype_of_its_own(model: VLLM, layers: list[Any]) -> Any:
         single = torch.zeros(2).save()
     assert single.dtype == torch.float32
     return late, logits
+
+
+@odd
+def a_module_that_is_imported_inside(model: VLLM, layers: list[Any]) -> Any:
+    def added() -> int:
+        import engine.users_module as own
+
+        return own.add()
+
+    users_module.counter, users_module.rows = 5, [1.0]
+    with model.trace(PROMPT, temperature=0.0, max_tokens=2) as tracer:
+        from engine.users_module import rows
+
+        late = layers[3].mlp.output.clone().save()
+        rows.append(float(late[0, 0]))
+        counts = [].save()
+        for _ in tracer.iter[:2]:
+            model.logits.sum()
+            counts.append(added())
+        import engine.users_module
+
+        engine.users_module.counter += 1
+    assert counts == [6, 7]
+    assert users_module.counter == 8
+    assert len(users_module.rows) == 2
+    users_module.counter = 0
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        from engine.users_module import counter
+
+        found = counter.save()
+    assert found == 0
+    return late, users_module.rows
+
+
+@odd
+def what_would_change_a_rank_is_refused(model: VLLM, layers: list[Any]) -> Any:
+    def variable() -> str:
+        return users_module.variable()
+
+    words = []
+    try:
+        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            found = variable().save()
+    except NotSupportedError as error:
+        words.append(str(error))
+    try:
+        with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            late = layers[3].mlp.output.save()
+            torch.nn.functional.gelu = abs
+    except NotSupportedError as error:
+        words.append(str(error))
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        with torch.no_grad(), np.errstate(all="ignore"), torch.random.fork_rng():
+            logits = model.logits.save()
+    assert "users_module.py" in words[0]
+    assert "found = variable().save()" in words[0]
+    assert "torch.nn.functional.gelu = abs  <- here" in words[1]
+    assert torch.nn.functional.gelu is not abs
+    return logits

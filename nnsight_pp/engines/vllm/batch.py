@@ -27,7 +27,7 @@ from nnsight_pp.engines.vllm.collect import came_home, collect
 from nnsight_pp.engines.vllm.company import Member
 from nnsight_pp.engines.vllm.dependence import companies_of
 from nnsight_pp.engines.vllm.homecoming import at_home, located, make_change
-from nnsight_pp.engines.vllm.message import message_of
+from nnsight_pp.engines.vllm.message import encoded, message_of
 from nnsight_pp.engines.vllm.prompts import most_tokens, prompt_of, sampling_params
 from nnsight_pp.engines.vllm.root import name_of
 from nnsight_pp.engines.vllm.sequences import bound_by, by_sequence
@@ -45,7 +45,6 @@ from nnsight_pp.errors import (
 from nnsight_pp.trace.names import Names
 from nnsight_pp.trace.raised import exception_of
 from nnsight_pp.trace.tracer import Invocation
-from nnsight_pp.wire.block_codec import BlockMessage, encode_block, encode_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
     from nnsight_pp.engines.vllm.session_values import SessionValues
     from nnsight_pp.engines.vllm.stored_edits import StoredEdits
     from nnsight_pp.envoys.envoy import Envoy
+    from nnsight_pp.wire.block_codec import BlockMessage
 
 # How many requests of one run may report with their last tokens.
 _MOST_EARLY = 4
@@ -207,9 +207,9 @@ class Batch:
         data = [b""] * len(requests)
         if len(requests) > 1:
             # The first member carries all blocks, so that they share what is one object here.
-            data[0] = encode_blocks(messages, lambda obj: name_of_kept(obj) or name_of(root, obj))
+            data[0] = encoded(messages, lambda obj: name_of_kept(obj) or name_of(root, obj))
         elif messages:
-            data[0] = encode_block(messages[0], lambda obj: name_of_kept(obj) or name_of(root, obj))
+            data[0] = encoded(messages[0], lambda obj: name_of_kept(obj) or name_of(root, obj))
         company = uuid.uuid4().hex
         for index, request in enumerate(requests):
             member = Member(company, index, len(requests)) if len(requests) > 1 else None

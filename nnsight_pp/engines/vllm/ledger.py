@@ -17,10 +17,11 @@ from nnsight_pp.core.saved import SavedSet
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.company import BesideBlock, Company, cut_prompt
 from nnsight_pp.engines.vllm.homebound import sent_home, shipping_of
+from nnsight_pp.engines.vllm.imports import modules_in
 from nnsight_pp.engines.vllm.outer import Before, states_of
 from nnsight_pp.engines.vllm.residents import Residents, edited
 from nnsight_pp.errors import EarlyStopException, InternalError
-from nnsight_pp.interleave.randomness import Randomness, draws_and_mentions
+from nnsight_pp.interleave.randomness import ANYTHING, Randomness, draws_and_mentions
 from nnsight_pp.interleave.timeline import Timeline
 from nnsight_pp.interleave.worker import Worker
 from nnsight_pp.trace.names import SiblingNames
@@ -368,7 +369,9 @@ def _worker_of(
     message.block.show_in_tracebacks()
     code = message.block.code()
     slot = switch.new_slot(message.grad_enabled)
-    draws, writes_raw = draws_and_mentions(code, message.names, WORDS)
+    modules = modules_in(message.names)
+    # What it reaches through modules that it imports is not looked for.
+    draws, writes_raw = ANYTHING if modules else draws_and_mentions(code, message.names, WORDS)
     for name in message.saved:
         saves.mark(message.names[name])
     worker = Worker(
@@ -382,6 +385,7 @@ def _worker_of(
             python=draws.python,
             numpy=draws.numpy,
             dtype=message.dtype,
+            modules=modules,
         ),
     )
     worker.writes_raw = writes_raw

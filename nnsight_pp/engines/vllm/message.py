@@ -1,20 +1,23 @@
-"""What the client sends of one block."""
+"""What the client sends of one block, and what it refuses before it does."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nnsight_pp.core.meaning import all_codes
+from nnsight_pp.engines.vllm.imports import own_name_of, with_modules
+from nnsight_pp.engines.vllm.reached import Code, code_of, reached_by
 from nnsight_pp.errors import NotSupportedError, Where, explain
-from nnsight_pp.wire.block_codec import BlockMessage
+from nnsight_pp.wire.block_codec import BlockMessage, encode_block, encode_blocks
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from types import FunctionType
+
     from nnsight_pp.core.block import Block
     from nnsight_pp.trace.tracer import Invocation
-
-_ENVIRONMENT = frozenset({"environ", "environb", "getenv", "putenv", "unsetenv"})
 
 
 def message_of(trace: str, invocation: Invocation, session: str, *, depends: bool) -> BlockMessage:
@@ -25,12 +28,8 @@ def message_of(trace: str, invocation: Invocation, session: str, *, depends: boo
         invocation: The block with its names.
         session: The client's name for its session, or an empty text.
         depends: Whether it shares names with blocks beside it.
-
-    Raises:
-        NotSupportedError: The block looks at environment variables.
     """
     block = invocation.block
-    _check_environment(block)
     around = invocation.names.beyond_siblings() if depends else invocation.names
     names = around.look_up(block.needs())
     return BlockMessage(
@@ -47,17 +46,112 @@ def message_of(trace: str, invocation: Invocation, session: str, *, depends: boo
     )
 
 
-def _check_environment(block: Block) -> None:
-    for code in all_codes(block.code()):
-        for name in code.co_names:
-            if name in _ENVIRONMENT:
-                line = block.line_naming(name)
-                raise NotSupportedError(
-                    explain(
-                        f"The block uses `{name}`.",
-                        where=None if line is None else Where(block.filename, line),
-                        why="It runs in the engine's processes, whose environment variables are "
-                        "those of the moment when the engine started.",
-                        todo="Read the variable before the `with`, and use its value.",
-                    )
-                )
+def encoded(value: BlockMessage | list[BlockMessage], name_of: Callable[[Any], Any]) -> bytes:
+    """Return one message, or several that travel together, as bytes.
+
+    The modules that the blocks import come into their names.
+
+    Args:
+        value: The messages.
+        name_of: Returns what stands for an object that exists on both sides, or None.
+
+    Raises:
+        NotSupportedError: A block, or a function that it reaches, looks at environment variables,
+            sets something on a library, or imports a module of the user's that is not here.
+    """
+    messages = value if isinstance(value, list) else [value]
+    for one in messages:
+        _check(code_of(one), [one], name_of)
+    while True:
+        functions: dict[int, FunctionType] = {}
+        if isinstance(value, list):
+            data = encode_blocks(value, name_of, functions)
+        else:
+            data = encode_block(value, name_of, functions)
+        reached = reached_by(messages, functions.values())
+        found = {}
+        for code in [*map(code_of, messages), *reached]:
+            found.update(with_modules(code.modules()))
+        if found.keys() <= messages[0].names.keys():
+            for code in reached:
+                _check(code, messages, name_of)
+            return data
+        for one in messages:
+            one.names.update(found)
+
+
+def _check(code: Code, messages: Sequence[BlockMessage], name_of: Callable[[Any], Any]) -> None:
+    """Refuse what a rank would do otherwise than this process."""
+    for word in code.told.environment:
+        raise NotSupportedError(
+            explain(
+                _said_of(code, f"uses `{word}`"),
+                where=_where(code, word, messages, name_of),
+                why="It runs in the engine's processes, whose environment variables are those of "
+                "the moment when the engine started.",
+                todo="Read the variable before the `with`, and use its value.",
+            )
+        )
+    done = code.sets()
+    if done is not None:
+        word, line = done
+        raise NotSupportedError(
+            explain(
+                _said_of(code, f"sets `{word}`" if line else f"calls `{word}`", line),
+                where=_where(code, word, messages, name_of, line),
+                why="It runs in the engine's processes: yours would not see it, and the requests "
+                "of others would.",
+                todo="Do it before or after the `with`.",
+            )
+        )
+    missing = code.missing()
+    if missing is not None:
+        is_main = missing == "__main__"
+        raise NotSupportedError(
+            explain(
+                _said_of(code, f"imports `{missing}`"),
+                where=_where(code, missing, messages, name_of),
+                why="The engine's processes do not have your main module."
+                if is_main
+                else "It has not been imported here, and each of the engine's processes would "
+                "import it for itself.",
+                todo="Use its names as they are." if is_main else "Import it before the `with`.",
+            )
+        )
+
+
+def _said_of(code: Code, done: str, line: int | None = None) -> str:
+    if code.function is None:
+        return f"The block {done}."
+    own = code.function.__code__
+    at = f"{own.co_filename}:{line or own.co_firstlineno}"
+    return f"{code.function.__qualname__} ({at}), which the block reaches, {done}."
+
+
+def _where(
+    code: Code,
+    word: str,
+    messages: Sequence[BlockMessage],
+    name_of: Callable[[Any], Any],
+    line: int | None = None,
+) -> Where:
+    """Return the line of the block that does it, or that names what leads to the function."""
+    block, name = messages[0].block, word
+    if code.function is not None:
+        block, name, line = *_lead_to(code.function, messages, name_of), None
+    last = name.rpartition(".")[2]  # as `from . import last` has it
+    line = line or block.line_naming(name) or block.line_naming(last)
+    return Where(block.filename, line or block.first_line)
+
+
+def _lead_to(
+    function: FunctionType, messages: Sequence[BlockMessage], name_of: Callable[[Any], Any]
+) -> tuple[Block, str]:
+    """Return the block that reaches ``function``, and the name by which it does."""
+    for message in messages:
+        for name, one in message.names.items():
+            found: dict[int, FunctionType] = {}
+            encode_block(replace(message, names={name: one}), name_of, found)
+            if id(function) in found:
+                return message.block, own_name_of(name)
+    return messages[0].block, ""

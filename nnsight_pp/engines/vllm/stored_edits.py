@@ -17,12 +17,13 @@ import torch
 from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.homecoming import at_home, located, make_change
+from nnsight_pp.engines.vllm.message import encoded
 from nnsight_pp.engines.vllm.root import name_of
 from nnsight_pp.engines.vllm.sequences import merged
 from nnsight_pp.envoys.cache_view import CacheView
 from nnsight_pp.errors import ConfigurationError, InternalError, NotSupportedError, explain
 from nnsight_pp.trace.raised import exception_of
-from nnsight_pp.wire.block_codec import BlockMessage, encode_block
+from nnsight_pp.wire.block_codec import BlockMessage
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -161,7 +162,7 @@ class RequestEdits:
                 )
             )
         data = [
-            (message.trace, encode_block(message, lambda obj: name_of(root, obj)))
+            (message.trace, encoded(message, lambda obj: name_of(root, obj)))
             for message in self.messages
         ]
         # A request without a block of its own is to be scheduled as one with a block.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from nnsight_pp.core.block import Block
 from nnsight_pp.core.saved import SavedSet
 from nnsight_pp.engines.vllm.message import message_of
-from nnsight_pp.errors import NotSupportedError
 from nnsight_pp.trace.names import Names
 from nnsight_pp.trace.tracer import Invocation
 
@@ -30,9 +28,3 @@ def test_the_names_and_settings_of_the_moment_travel():
         torch.float64,
         False,
     )
-
-
-@pytest.mark.parametrize("text", ["os.environ['A'] = '1'", "(lambda: getenv('A'))()"])
-def test_a_block_that_looks_at_environment_variables_is_refused_at_its_line(text: str):
-    with pytest.raises(NotSupportedError, match=r"user.py:4"):
-        message_of("t", invocation(f"    z = x\n    {text}\n"), "", depends=False)

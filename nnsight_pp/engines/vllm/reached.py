@@ -1,0 +1,141 @@
+"""What a block reaches of the user's own code, beyond its own text, and refuses of it.
+
+That is what travels with the block: the functions that its names lead to. A method counts where its
+name is mentioned by what counts already. Code of libraries is not looked at: it runs on the ranks
+as it does anywhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import OrderedDict, deque
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nnsight_pp.engines.vllm.imports import missing_of, modules_of
+from nnsight_pp.engines.vllm.members import around_of
+from nnsight_pp.engines.vllm.told import Told, told_by
+from nnsight_pp.wire.block_codec import is_installed, is_users
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from nnsight_pp.wire.block_codec import BlockMessage
+
+_CONTAINERS = (list, dict, set, deque, OrderedDict)
+_NOT_THERE = object()
+
+
+class Code(NamedTuple):
+    """Code that a block reaches.
+
+    Attributes:
+        told: What it says.
+        names: What its names mean.
+        package: What it imports relatively to.
+        function: The function that it is the code of; None for a block's own.
+    """
+
+    told: Told
+    names: Mapping[str, Any]
+    package: str
+    function: FunctionType | None = None
+
+    def modules(self) -> dict[str, ModuleType]:
+        """Return the user's modules that it imports."""
+        return modules_of(self.told, self.package)
+
+    def missing(self) -> str | None:
+        """Return a user's module that it imports and that cannot travel, or None."""
+        return missing_of(self.told, self.package)
+
+    def sets(self) -> tuple[str, int | None] | None:
+        """Return what it sets on a library or in its process, and the line if known; or None."""
+        for word in self.told.setters:
+            return word, None
+        for change in self.told.changes:
+            owner, is_librarys = self._owner(change.path[:-1])
+            if change.is_call and not isinstance(owner, _CONTAINERS):
+                continue
+            if is_librarys:
+                return ".".join(change.path).removesuffix("...").rstrip("."), change.line
+        return None
+
+    def _owner(self, path: tuple[str, ...]) -> tuple[Any, bool]:
+        """Return what is found by ``path``, and whether a library holds it, or it is one itself."""
+        module, part = self.told.known_as.get(path[0], ("", ""))
+        found = sys.modules.get(module) if module else self.names.get(path[0], _NOT_THERE)
+        if part:
+            found = getattr(found, part, _NOT_THERE)
+        is_librarys = _is_of_a_library(found)
+        for name in path[1:]:
+            # CAUTION: a value of the model is read when it is asked for an attribute.
+            if not issubclass(type(found), (ModuleType, type)):
+                return _NOT_THERE, is_librarys
+            found = inspect.getattr_static(found, name, _NOT_THERE)
+            is_librarys = is_librarys or _is_of_a_library(found)
+        return found, is_librarys
+
+
+def code_of(message: BlockMessage) -> Code:
+    """Return the code of the block itself."""
+    module = message.names.get("__name__", "")
+    return Code(told_by(message.block.code()), message.names, module.rpartition(".")[0])
+
+
+def reached_by(messages: Iterable[BlockMessage], functions: Iterable[FunctionType]) -> list[Code]:
+    """Return what the blocks of ``messages`` reach that says anything of its process.
+
+    Args:
+        messages: Blocks that travel together.
+        functions: Those that travel with them.
+
+    Cost: 2 microseconds a function, where none says anything.
+    """
+    own = [(one, told_by(one.__code__)) for one in functions if _is_users_function(one)]
+    if all(_is_silent(told) for _, told in own):
+        return []
+    mentions = {name for one in messages for name in told_by(one.block.code()).mentions}
+    reached: list[Code] = []
+    is_growing = True
+    while is_growing:
+        waiting, is_growing = own, False
+        own = []
+        for function, told in waiting:
+            if not _counts(function, mentions):
+                own.append((function, told))
+                continue
+            is_growing = True
+            mentions |= told.mentions
+            if not _is_silent(told):
+                names = function.__globals__
+                package = names.get("__package__") or str(names.get("__name__")).rpartition(".")[0]
+                reached.append(Code(told, around_of(function), package, function))
+    return reached
+
+
+def _is_silent(told: Told) -> bool:
+    return not (told.imports or told.texts or told.environment or told.setters or told.changes)
+
+
+def _counts(function: FunctionType, mentions: set[str]) -> bool:
+    """Whether ``function`` may be called, where ``mentions`` are mentioned."""
+    holder = function.__qualname__.rpartition(".")[0]
+    is_method = holder and not holder.endswith("<locals>")
+    name = function.__name__
+    return not is_method or name in mentions or (name[:2] == "__" and name[-2:] == "__")
+
+
+def _is_users_function(function: FunctionType) -> bool:
+    module = sys.modules.get(function.__module__ or "")
+    is_own = module is None or module.__name__ == "__main__" or is_users(module)
+    return is_own and not is_installed(function.__code__.co_filename)
+
+
+def _is_of_a_library(found: Any) -> bool:
+    kind = type(found)
+    if issubclass(kind, type):
+        found = sys.modules.get(found.__module__)
+        return found is not None and _is_of_a_library(found)
+    return issubclass(kind, ModuleType) and found.__name__ != "__main__" and not is_users(found)
