@@ -60,9 +60,14 @@ def encoded(value: BlockMessage | list[BlockMessage], name_of: Callable[[Any], A
             sets something on a library, or imports a module of the user's that is not here.
     """
     messages = value if isinstance(value, list) else [value]
+    found: dict[str, Any] = {}
     for one in messages:
-        _check(code_of(one), [one], name_of)
+        code = code_of(one)
+        _check(code, [one], name_of)
+        found.update(with_modules(code.modules()))
     while True:
+        for one in messages:
+            one.names.update(found)
         functions: dict[int, FunctionType] = {}
         if isinstance(value, list):
             data = encode_blocks(value, name_of, functions)
@@ -70,14 +75,12 @@ def encoded(value: BlockMessage | list[BlockMessage], name_of: Callable[[Any], A
             data = encode_block(value, name_of, functions)
         reached = reached_by(messages, functions.values())
         found = {}
-        for code in [*map(code_of, messages), *reached]:
+        for code in reached:
             found.update(with_modules(code.modules()))
         if found.keys() <= messages[0].names.keys():
             for code in reached:
                 _check(code, messages, name_of)
             return data
-        for one in messages:
-            one.names.update(found)
 
 
 def _check(code: Code, messages: Sequence[BlockMessage], name_of: Callable[[Any], Any]) -> None:
