@@ -43,7 +43,13 @@ from nnsight_pp.wire.report_codec import decode_reports, encode_reports
 from nnsight_pp.wire.value_codec import decode, encode
 
 PLACE = Location("model.layers.3", "output")
-SIZES = {"4 KB": 1 << 12, "256 KB": 1 << 18, "16 MB": 1 << 24}
+# What is pulled: the shape of the value, and the part of it.
+PULLS: dict[str, tuple[tuple[int, ...], tuple[Any, ...]]] = {
+    "4 KB": ((1 << 10,), ()),
+    "4 KB, a row of 256 KB": ((1 << 6, 1 << 10), (-1,)),
+    "256 KB": ((1 << 16,), ()),
+    "16 MB": ((1 << 22,), ()),
+}
 REPORTS = {"1 MB": 1 << 20, "10 MB": 10 << 20, "100 MB": 100 << 20}
 NUM_READS = 100
 
@@ -198,7 +204,7 @@ def _pulls(rounds: int) -> list[Finding]:
     samples = samples_of_two(_rank, rounds)
     return [
         Finding(f"pull_{size}", f"pull {size}", *samples[size], "gloo: a message there, it back")
-        for size in SIZES
+        for size in PULLS
     ]
 
 
@@ -227,27 +233,28 @@ def _rank(rank: int, store: str, pipe: Connection, rounds: int) -> None:
 
 def _answer(link: GlooLink, raw: Any, rounds: int) -> None:
     number = 0
-    for size in SIZES.values():
-        value, asked = torch.ones(size // 4), torch.zeros(16)
+    for shape, picks in PULLS.values():
+        value, asked = torch.ones(shape), torch.zeros(16)
+        part = pick(value, picks)
         for _ in range(rounds):
             link.publish(AskKey("request", number), PLACE, value)
             number += 1
         dist.barrier()
         for _ in range(rounds):
             dist.recv(asked, 1, group=raw)
-            dist.send(value, 1, group=raw)
+            dist.send(part, 1, group=raw)
 
 
 def _ask(link: GlooLink, raw: Any, rounds: int) -> dict[str, Any]:
     samples: dict[str, Any] = {}
     number = 0
-    for name, size in SIZES.items():
-        into, asked = torch.zeros(size // 4), torch.zeros(16)
+    for name, (shape, picks) in PULLS.items():
+        into, asked = torch.zeros(pick(torch.empty(shape), picks).shape), torch.zeros(16)
         ours, theirs = [], []
         dist.barrier()
         for _ in range(rounds):
             start = time.perf_counter_ns()
-            got = link.pull(AskKey("request", number), 0, PLACE, 0, (), at_once=True).wait()
+            got = link.pull(AskKey("request", number), 0, PLACE, 0, picks, at_once=True).wait()
             middle = time.perf_counter_ns()
             dist.send(asked, 0, group=raw)
             dist.recv(into, 0, group=raw)

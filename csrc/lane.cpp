@@ -1,7 +1,7 @@
-// Published tensors, asked for and answered without the interpreter.
+// Published tensors and parts of them, asked for and answered without the interpreter.
 //
-// `PlainTensors` holds the tensors among a rank's publications that lie in memory as they are sent.
-// A `Lane` leads to one other stage. Its `receive` stands in front of the Python reader: a question
+// `PlainTensors` (plain_tensors.hpp) holds what a rank can answer so. A `Lane` leads to one other
+// stage. Its `receive` stands in front of the Python reader: a question
 // for a tensor of the table is answered there and then, and an answer wakes the thread that waits
 // for it; every other message is left in the frame, for Python. So a pull needs the owner's
 // interpreter no more than gloo does, however long its forward keeps the GIL.
@@ -41,6 +41,7 @@ bool add_lane(PyObject*) { return true; }
 #include <unordered_map>
 #include <vector>
 
+#include "plain_tensors.hpp"
 #include "slots.hpp"
 
 namespace nnsight_pp {
@@ -48,7 +49,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
-using Dims = c10::SmallVector<int64_t, 5>;
 
 // As in parallel/gloo_peer.py.
 constexpr std::size_t frame_bytes = 16 * 1024, body_bytes = 1 << 20, most_posted = 64,
@@ -62,11 +62,12 @@ struct Prefix {
   uint32_t head_length;
   uint64_t length;  // of the head and what follows it
 };
-// The head of a question: this, and the key in the table.
+// The head of a question: this, the numbers of its picks, and the key in the table.
 struct Ask {
   uint64_t ticket;
   int64_t step;
   uint8_t what;
+  uint16_t num_picks;
 };
 // The head of an answer: this, and the sizes.
 struct Answer {
@@ -110,43 +111,6 @@ PyObject* run_without_gil(Body body) {
   return nullptr;
 }
 
-struct Plain {
-  c10::Storage storage;  // keeps the memory
-  char* begin;
-  std::size_t size;
-  uint8_t dtype;
-  Dims sizes;
-};
-
-class Table {
- public:
-  void put(std::string key, const at::Tensor& tensor, uint8_t dtype) {
-    Plain plain{tensor.storage(), data(tensor), tensor.nbytes(), dtype,
-                Dims(tensor.sizes().begin(), tensor.sizes().end())};
-    std::lock_guard held(mutex_);
-    plain_.emplace(std::move(key), std::move(plain));
-  }
-  void drop(const std::string& key) {
-    std::unordered_map<std::string, Plain>::node_type dropped;
-    std::lock_guard held(mutex_);
-    dropped = plain_.extract(key);
-    // `dropped` is freed after the lock.
-  }
-  std::unique_ptr<Plain> find(const std::string& key) {
-    std::lock_guard held(mutex_);
-    const auto found = plain_.find(key);
-    return found == plain_.end() ? nullptr : std::make_unique<Plain>(found->second);
-  }
-  std::size_t size() {
-    std::lock_guard held(mutex_);
-    return plain_.size();
-  }
-
- private:
-  std::mutex mutex_;
-  std::unordered_map<std::string, Plain> plain_;
-};
-
 // An answer that is waited for.
 struct Coming {
   bool is_here = false;
@@ -182,14 +146,16 @@ class Lane {
   }
 
   // Post a question.
-  void ask(uint64_t ticket, int64_t step, uint8_t what, std::string_view key) {
-    const Ask head{ticket, step, what};
-    const Prefix prefix{{'n', 'n', 'p', 'p'}, ask_, static_cast<uint32_t>(sizeof head + key.size()),
-                        sizeof head + key.size()};
+  void ask(uint64_t ticket, int64_t step, uint8_t what, std::string_view picks,
+           std::string_view key) {
+    const Ask head{ticket, step, what, static_cast<uint16_t>(picks.size() / sizeof(int64_t))};
+    const std::size_t length = sizeof head + picks.size() + key.size();
+    const Prefix prefix{{'n', 'n', 'p', 'p'}, ask_, static_cast<uint32_t>(length), length};
     at::Tensor frame = memory(sizeof prefix + prefix.length);
     char* at = data(frame);
     at = std::copy_n(reinterpret_cast<const char*>(&prefix), sizeof prefix, at);
     at = std::copy_n(reinterpret_cast<const char*>(&head), sizeof head, at);
+    at = std::copy(picks.begin(), picks.end(), at);
     std::copy(key.begin(), key.end(), at);
     post(std::move(frame), frames);
   }
@@ -286,8 +252,13 @@ class Lane {
   bool answered(const Prefix& asked, const char* at) {
     Ask ask;
     std::memcpy(&ask, at, sizeof ask);
-    const auto plain =
-        table_->find(std::string(at + sizeof ask, asked.head_length - sizeof ask));
+    std::vector<int64_t> picks(ask.num_picks);
+    const std::size_t picks_bytes = picks.size() * sizeof(int64_t);
+    const std::size_t key_at = sizeof ask + picks_bytes;
+    if (key_at > asked.head_length) return false;
+    if (picks_bytes) std::memcpy(picks.data(), at + sizeof ask, picks_bytes);
+    const auto plain = table_->find(std::string(at + key_at, asked.head_length - key_at),
+                                    Picks(std::move(picks)));
     if (!plain || plain->size > most_bytes_) return false;
     bytes_received += asked.length;
 
@@ -422,11 +393,15 @@ PyObject* lane_ask(PyObject* self, PyObject* args) {
   unsigned long long ticket;
   long long step;
   unsigned char what;
-  const char* key;
-  Py_ssize_t length;
-  if (!PyArg_ParseTuple(args, "KLbs#", &ticket, &step, &what, &key, &length)) return nullptr;
+  const char *picks, *key;
+  Py_ssize_t picks_length, length;
+  if (!PyArg_ParseTuple(args, "KLby#s#", &ticket, &step, &what, &picks, &picks_length, &key,
+                        &length)) {
+    return nullptr;
+  }
   return run_without_gil([&] {
-    inner<Lane>(self).ask(ticket, step, what, {key, static_cast<std::size_t>(length)});
+    inner<Lane>(self).ask(ticket, step, what, {picks, static_cast<std::size_t>(picks_length)},
+                          {key, static_cast<std::size_t>(length)});
   });
 }
 
@@ -482,7 +457,7 @@ PyObject* lane_traffic(PyObject* self, PyObject*) {
 }
 
 PyMethodDef lane_methods[] = {
-    {"ask", lane_ask, METH_VARARGS, "ask(ticket, step, what, key): post a question."},
+    {"ask", lane_ask, METH_VARARGS, "ask(ticket, step, what, picks, key): post a question."},
     {"wait", lane_wait, METH_VARARGS,
      "wait(ticket, bound_s): (dtype, sizes, memory, bytes), or None where it was forgotten or "
      "has not come."},
@@ -503,15 +478,18 @@ PyObject* table_new(PyTypeObject* type, PyObject*, PyObject*) {
 PyObject* table_put(PyObject* self, PyObject* args) {
   const char* key;
   Py_ssize_t length;
+  long long place;
   Py_ssize_t address;
   unsigned char dtype;
-  if (!PyArg_ParseTuple(args, "s#nb", &key, &length, &address, &dtype)) return nullptr;
+  if (!PyArg_ParseTuple(args, "s#Lnb", &key, &length, &place, &address, &dtype)) return nullptr;
   const at::Tensor tensor(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(
       reinterpret_cast<c10::TensorImpl*>(address)));
   const bool is_plain = tensor.layout() == at::kStrided && tensor.is_cpu() &&
                         tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg() &&
                         tensor.numel() > 0 && tensor.sizes().size() <= most_sizes;
-  if (is_plain) inner<Shared>(self)->put({key, static_cast<std::size_t>(length)}, tensor, dtype);
+  if (is_plain) {
+    inner<Shared>(self)->put({key, static_cast<std::size_t>(length)}, place, tensor, dtype);
+  }
   Py_RETURN_NONE;
 }
 
@@ -548,11 +526,11 @@ PyObject* table_count(PyObject* self, PyObject*) {
 
 PyMethodDef table_methods[] = {
     {"put", table_put, METH_VARARGS,
-     "put(key, address of the TensorImpl, dtype): take a tensor that lies as it is sent."},
+     "put(key, place, address of the TensorImpl, dtype): take a tensor that lies as it is sent."},
     {"drop", table_drop, METH_O, "drop(key)"},
     {"lane", table_lane, METH_VARARGS,
      "lane(group name, rank in it, address of the frame, kinds of ask and answer, most bytes)"},
-    {"count", table_count, METH_NOARGS, "How many tensors are in it."},
+    {"count", table_count, METH_NOARGS, "How many publications are in it."},
     {nullptr, nullptr, 0, nullptr}};
 
 template <typename Inner>

@@ -43,7 +43,7 @@ _MODULE: Final = "nnsight_pp_thread_state"
 _SOURCES: Final = (
     "thread_state.cpp", "lane.cpp", "near_ask.cpp", "near_visit.cpp", "serve_point.cpp",
     "stack.cpp", "bundle.hpp", "compat.hpp", "hidden_tls.hpp", "lane.hpp", "near.hpp",
-    "serve_point.hpp", "slots.hpp", "stack.hpp",
+    "plain_tensors.hpp", "serve_point.hpp", "slots.hpp", "stack.hpp",
 )  # fmt: skip
 _FLAGS: Final = ("-O3", "-fno-plt", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
 _STRICT_FLAGS: Final = ("-Wall", "-Wextra", "-Werror")

@@ -176,7 +176,7 @@ class GlooLink:
             location, step, owner, bound_s, self._ran, lambda v: self._late(key.request, owner, v)
         )
         name = str(location)
-        plain = lane.question(key, name, kind) if at_once and not picks else None
+        plain = lane.question(key, name, kind, picks) if at_once else None
         way = peer.lane if plain is not None else None
         with self._lock:
             ticket = self._tickets
@@ -283,9 +283,8 @@ class GlooLink:
             question = Question(AskKey(request, number), location, step, picks, what)
             self._own.ask(question, lambda answer: self._reply(peer, ticket, answer))
         elif kind == PLAIN_ASK:  # the extension has no answer yet, or none that it can give
-            ticket, key, location, step, what = lane.asked(head)
-            question = Question(key, location, step, (), what)
-            self._own.ask(question, lambda answer: self._reply(peer, ticket, answer))
+            ticket, fields = lane.asked(head)
+            self._own.ask(Question(*fields), lambda answer: self._reply(peer, ticket, answer))
         elif kind == _ANSWER:
             ticket, is_value = _TICKET.unpack_from(head)
             header = head[_TICKET.size :]

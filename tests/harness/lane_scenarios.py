@@ -16,16 +16,26 @@ from harness.link_scenarios import OTHER, PLACE, linked, make_link, raised, same
 from nnsight_pp.core.ask import AskKey
 from nnsight_pp.parallel import gloo_peer
 from nnsight_pp.parallel.lane import DTYPES
+from nnsight_pp.parallel.pulled import FIRST_INPUT, pick
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nnsight_pp.parallel.gloo_link import GlooLink
 
 KEY = AskKey("r", 0)
 
 
-def pulled(link: GlooLink, owner: int, key: AskKey = KEY, place: Any = PLACE, step: int = 0) -> Any:
-    """Pull a whole value for a line that waits."""
-    return link.pull(key, owner, place, step, (), at_once=True).wait()
+def pulled(
+    link: GlooLink,
+    owner: int,
+    key: AskKey = KEY,
+    place: Any = PLACE,
+    step: int = 0,
+    picks: Sequence[Any] = (),
+) -> Any:
+    """Pull a value, or a part of it, for a line that waits."""
+    return link.pull(key, owner, place, step, picks, at_once=True).wait()
 
 
 def asked_in_python(link: GlooLink) -> list[AskKey]:
@@ -71,6 +81,85 @@ def whole_tensors_cross_by_themselves(rank: int, count: int) -> None:
             assert least < one["bytes_sent"] < least + 20_000
 
 
+_ALL = slice(None)
+# Parts of a tensor [4, 3, 5] that cross by themselves, each by the picks in their order.
+PARTS: list[tuple[Any, ...]] = [
+    (0,), (-1,), (3, -3), (1, 2, 4), ((1, 2),), ((-1, _ALL, 2),), ((1, 2, 3),), (_ALL,), ((),),
+    (slice(1, 3),), (slice(-2, None),), (slice(None, -1), 0), (slice(0, 100, 3),),
+    (slice(1, None, 2), slice(1, 2), -1), ((_ALL, slice(1)),), ((_ALL, _ALL, slice(0, 4, 2)), 1),
+    (slice(2, 3, 1 << 30),), (slice(-100, 2), (1, slice(-2, 9))), ((_ALL, 0, 0), slice(1, 3)),
+]  # fmt: skip
+# These go the way through Python, and so do errors.
+OTHERS: list[tuple[Any, ...]] = [
+    (slice(3, 1),), (None,), (...,), ((..., 0),), (True,), ([0, 2],), (torch.tensor([1, 2]),),
+    ((1,),),
+]  # fmt: skip
+REFUSED: list[tuple[Any, ...]] = [
+    (4,), (-5,), ((0, 3),), (0, 0, 0, 0), ((0, 0, 0, 0),), (slice(0, 2, -1),), ("x",), (1.0,),
+]  # fmt: skip
+
+
+def parts_cross_by_themselves(rank: int, count: int) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.complex128]
+    tensors = [torch.arange(60).reshape(4, 3, 5).to(dtype) for dtype in dtypes]
+    large = torch.arange(3_000_000.0).reshape(3, 1000, 1000)
+    several = (tensors[0], None, [tensors[1]], tensors[3])
+    with linked(rank, count) as link:
+        asked = asked_in_python(link)
+        call = ((tensors[0], 2), {"x": tensors[1]}), ((), {"hidden": tensors[3]}), ((3,), {})
+        for number, value in enumerate([*tensors, large, several, list(several), *call]):
+            link.publish(AskKey("r", number), PLACE, value)
+        dist.barrier()
+        peer = (rank + 1) % count
+
+        def part(number: int, *picks: Any) -> Any:
+            return pulled(link, peer, AskKey("r", number), picks=picks)
+
+        for number, value in enumerate(tensors):
+            for picks in PARTS:
+                got = part(number, *picks)
+                assert same(got, pick(value, picks)), picks
+                got.zero_()
+                assert same(part(number, *picks), pick(value, picks))
+        for picks in ((1,), (2, slice(0, 300)), ((0, slice(7), 7),), ((_ALL, _ALL, 5),)):
+            assert same(part(5, *picks), pick(large, picks))
+        for number in (6, 7):
+            assert same(part(number, 0, -1), tensors[0][-1])
+            assert same(part(number, 3), tensors[3])
+        assert same(part(8, FIRST_INPUT, 2), tensors[0][2])
+        assert same(part(9, FIRST_INPUT), tensors[3])
+        dist.barrier()
+        assert asked == [], "the interpreter was asked"
+        dist.barrier()
+        for picks in OTHERS:
+            assert same(part(0, *picks), pick(tensors[0], picks)), picks
+        for picks in REFUSED:
+            name, text = raised(lambda picks=picks: part(0, *picks))
+            at_home = raised(lambda picks=picks: pick(tensors[0], picks))
+            assert name == "ValueUnavailableError", picks
+            assert at_home[0] in text, (picks, text)
+        assert part(6, 1) is None
+        assert part(6, 2, 0).shape == (4, 3, 5)
+        assert same(part(6, -1, 1), tensors[3][1])
+        assert part(10, FIRST_INPUT) == 3
+        for number, picks in (
+            (6, ((0,),)),
+            (6, (4,)),
+            (6, ((),)),
+            (8, (0, 1, 0)),
+            (0, (FIRST_INPUT,)),
+        ):
+            assert (
+                raised(lambda n=number, picks=picks: part(n, *picks))[0] == "ValueUnavailableError"
+            )
+        dist.barrier()
+        assert asked
+        link.release("r")
+        until(lambda: link.statistics()["published"] == 0)
+        assert link._own.plain is not None
+        assert link._own.plain.count() == 0
+
+
 def an_owner_that_keeps_the_interpreter_answers(rank: int, count: int) -> None:
     """It keeps the interpreter until it is told that the answer came."""
     box = [tempfile.mkdtemp() if rank == 0 else None]
@@ -86,8 +175,9 @@ def an_owner_that_keeps_the_interpreter_answers(rank: int, count: int) -> None:
             told = ctypes.create_string_buffer(1)
             assert ctypes.PyDLL(None).read(pipe, told, 1) == 1  # a `PyDLL` lets nobody else run
         else:
-            for _ in range(100):
+            for _ in range(50):
                 assert float(pulled(link, 0)[-1]) == 3.0
+                assert float(pulled(link, 0, picks=(slice(1, None, 2), -1))) == 3.0
             path.write_bytes(b"x")
 
 
@@ -191,6 +281,7 @@ def a_signal_is_handled_while_a_line_waits(rank: int, count: int) -> None:
 
 def a_malformed_head_costs_a_line(rank: int, count: int) -> None:
     lines: list[str] = []
+    key = b"r\x000\x00" + str(PLACE).encode()
     error = gloo_peer.log.exception
     gloo_peer.log.exception = lambda text, *args: lines.append(text % args)  # type: ignore[method-assign]
     try:
@@ -198,8 +289,9 @@ def a_malformed_head_costs_a_line(rank: int, count: int) -> None:
             if rank == 0:
                 for kind, head in (
                     (gloo_peer.PLAIN_ASK, b"short"),
-                    (gloo_peer.PLAIN_ASK, bytes(17) + b"no key"),
-                    (gloo_peer.PLAIN_ASK, bytes(16) + b"\x09r\x000\x00" + str(PLACE).encode()),
+                    (gloo_peer.PLAIN_ASK, bytes(19) + b"no key"),
+                    (gloo_peer.PLAIN_ASK, bytes(17) + b"\x09\x00too few numbers"),
+                    (gloo_peer.PLAIN_ASK, bytes(16) + b"\x09\x00\x00" + key),
                     (gloo_peer.PLAIN_ANSWER, b"short"),
                     (gloo_peer.PLAIN_ANSWER, bytes(9) + b"\x02" + bytes(8)),
                     (gloo_peer.PLAIN_ANSWER, bytes(10)),
@@ -211,7 +303,7 @@ def a_malformed_head_costs_a_line(rank: int, count: int) -> None:
                 )
                 link.publish(KEY, PLACE, torch.ones(2))
             else:
-                until(lambda: len(lines) == 6)
+                until(lambda: len(lines) == 7)
                 assert set(lines) == {"a malformed message from stage 0 was dropped"}
                 assert pulled(link, 0).sum() == 2
     finally:

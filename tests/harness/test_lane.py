@@ -22,6 +22,7 @@ def two() -> Iterator[Ranks]:
     "scenario",
     [
         scenarios.whole_tensors_cross_by_themselves,
+        scenarios.parts_cross_by_themselves,
         scenarios.an_owner_that_keeps_the_interpreter_answers,
         scenarios.what_the_lane_does_not_know_python_answers,
         scenarios.nothing_of_a_request_is_left,

@@ -157,8 +157,9 @@ class _Table:
     def __init__(self) -> None:
         self.keys: set[str] = set()
 
-    def put(self, key: str, address: int, dtype: int) -> None:
+    def put(self, key: str, place: int, address: int, dtype: int) -> None:
         assert address
+        assert place in (-2, -1, 0)
         assert DTYPES[dtype] is torch.float32
         self.keys.add(key)
 
@@ -180,10 +181,18 @@ def test_the_extension_is_told_of_what_is_kept_and_of_nothing_else():
     value = torch.ones(2)
     for number in range(4):
         table.publish(AskKey("r", number), PLACE, value)
-    table.publish(AskKey("r", 3), PLACE, [value])
+    table.publish(AskKey("r", 3), PLACE, {"a": value})
     table.publish(AskKey("s", 0), PLACE, value)
     kept = {table_key(name, number, str(PLACE)) for name, number in [("r", 2), ("s", 0)]}
     kept |= {table_key("r", number, str(PLACE)) for number in (0, 1)}
+    assert plain.keys == kept
+    for number, several in enumerate(
+        [(value, None), [value], ((value, 1), {}), ((), {"x": value})]
+    ):
+        table.publish(AskKey("s", 1 + number), PLACE, several)
+        kept.add(table_key("s", 1 + number, str(PLACE)))
+    for number, other in enumerate([((), {}), ((1,), {}), [None], [value] * 9, (), "text"]):
+        table.publish(AskKey("s", 9 + number), PLACE, other)
     assert plain.keys == kept
     for peer in (1, 2):
         table.let_go(peer, "r", [(0, 0), (7, 1)])
@@ -194,7 +203,7 @@ def test_the_extension_is_told_of_what_is_kept_and_of_nothing_else():
         table.released("r", peer)
     assert plain.keys == kept
     table.end("r")
-    assert plain.keys == {table_key("s", 0, str(PLACE))}
+    assert plain.keys == {key for key in kept if key.startswith("s")}
     table.publish(AskKey("r", 8), PLACE, value)
     table.end("s")
     table.gone(1)
