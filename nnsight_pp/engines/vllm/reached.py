@@ -1,8 +1,8 @@
 """What a block reaches of the user's own code, beyond its own text, and refuses of it.
 
 That is what travels with the block: the functions that its names lead to. A method counts where its
-name is mentioned by what counts already. Code of libraries is not looked at: it runs on the ranks
-as it does anywhere.
+name is mentioned by what counts already, or is one that Python or torch calls by itself. Code of
+libraries is not looked at: it runs on the ranks as it does anywhere.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from nnsight_pp.wire.block_codec import BlockMessage
 
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
+# Methods that torch calls by itself.
+_BY_TORCH = frozenset({"backward", "forward", "jvp", "setup_context", "step", "vjp"})
 _NOT_THERE = object()
 
 
@@ -124,7 +126,8 @@ def _counts(function: FunctionType, mentions: set[str]) -> bool:
     holder = function.__qualname__.rpartition(".")[0]
     is_method = holder and not holder.endswith("<locals>")
     name = function.__name__
-    return not is_method or name in mentions or (name[:2] == "__" and name[-2:] == "__")
+    is_called = name in _BY_TORCH or (name[:2] == "__" and name[-2:] == "__")
+    return not is_method or is_called or name in mentions
 
 
 def _is_users_function(function: FunctionType) -> bool:

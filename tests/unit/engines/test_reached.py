@@ -76,6 +76,24 @@ class Config:
         return value * self.scale
 
 
+class Probe(torch.nn.Module):
+    def forward(self, value: Any) -> Any:
+        return value * len(os.environ["HOME"])
+
+
+class Setting:
+    def __enter__(self) -> None:
+        torch.set_num_threads(1)
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Home:
+    @property
+    def home(self) -> str | None:
+        return os.getenv("HOME")
+
+
 def closure() -> Any:
     name = "HOME"
     return lambda: os.environ[name]
@@ -95,6 +113,9 @@ def test_environment_variables_in_the_block_are_refused_at_its_line(text: str):
         ("made[0]()", {"made": [reads_deep]}, "reads_variable"),
         ("c.from_variable()", {"c": Config()}, "Config.from_variable"),
         ("Config.from_variable(None)", {"Config": Config}, "Config.from_variable"),
+        ("probe(z)", {"probe": Probe()}, "Probe.forward"),
+        ("with made: pass", {"made": Setting()}, "Setting.__enter__"),
+        ("z = home.home", {"home": Home()}, "Home.home"),
         ("m.reads_variable()", {"m": sys.modules[__name__]}, "reads_variable"),
     ],
 )
