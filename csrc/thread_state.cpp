@@ -43,7 +43,7 @@
 // snapshots are taken around all this (also on request: `set_full_snapshots`).
 
 #include "bundle.hpp"
-#include "lane.hpp"
+#include "lane_types.hpp"
 #include "near.hpp"
 #include "serve_point.hpp"
 #include "stack.hpp"

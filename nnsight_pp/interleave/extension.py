@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 _MODULE: Final = "nnsight_pp_thread_state"
 _SOURCES: Final = (
     "thread_state.cpp", "lane.cpp", "near_ask.cpp", "near_visit.cpp", "serve_point.cpp",
-    "stack.cpp", "bundle.hpp", "compat.hpp", "hidden_tls.hpp", "lane.hpp", "near.hpp",
-    "plain_tensors.hpp", "serve_point.hpp", "slots.hpp", "stack.hpp",
+    "stack.cpp", "bundle.hpp", "compat.hpp", "hidden_tls.hpp", "lane.hpp", "lane_types.hpp",
+    "near.hpp", "plain_tensors.hpp", "serve_point.hpp", "slots.hpp", "stack.hpp",
 )  # fmt: skip
 _FLAGS: Final = ("-O3", "-fno-plt", "-std=c++20", "-fPIC", "-shared", "-fvisibility=hidden")
 _STRICT_FLAGS: Final = ("-Wall", "-Wextra", "-Werror")
@@ -75,7 +75,7 @@ def load_extension() -> ModuleType:
 
 
 def plain_tensors() -> Any:
-    """Return a new `PlainTensors` (csrc/lane.cpp), or None where the extension is not in use."""
+    """Return a new `PlainTensors` (csrc/plain_tensors.hpp), or None where the extension is not in use."""
     if os.environ.get("NNSIGHT_PP_TLS_SWAP") == "0":
         return None
     kind = getattr(load_extension(), "PlainTensors", None)  # a torch without c10d has none

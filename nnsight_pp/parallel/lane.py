@@ -4,7 +4,7 @@ Most pulls are of one tensor that exists by now, or of a part of it by numbers a
 stand in a tuple, or be the first argument of a call. The extension knows these, answers them on the
 owner's reader thread without the GIL, and wakes the forward thread that waits for one. All
 other questions and answers take the way through Python, as all do where there is no extension.
-`csrc/lane.cpp` is the other side.
+`csrc/lane.hpp` is the other side.
 """
 
 from __future__ import annotations
