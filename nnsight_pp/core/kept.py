@@ -7,7 +7,7 @@ are at home already. Anything else that is more than plain data is lost.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 
@@ -97,6 +97,24 @@ def is_plain_data(value: Any) -> bool:
     return not issubclass(type(value), RemoteValue) and isinstance(value, _PLAIN)
 
 
+class Look(NamedTuple):
+    """How a tensor or an array shows the memory of another one.
+
+    Attributes:
+        dtype: torch's; or numpy's, as its array interface spells it.
+        shape: Its shape.
+        strides: A tensor's in elements, an array's in bytes.
+        offset: Where it begins, in bytes from the first one of the other.
+        is_writeable: Whether it may be written to.
+    """
+
+    dtype: Any
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    is_writeable: bool
+
+
 @final
 class FromHome:
     """Stands for an object that came with a block: the client has it, and gives it back itself.
@@ -105,11 +123,15 @@ class FromHome:
         trace: The client's name for the request that brought it.
         name: What the block's text calls it, or what leads to it.
         path: What leads to it from there, as `engines.vllm.outer.Before` has it.
+        look: How what is meant shows that object's memory; None where it is the object itself.
     """
 
-    __slots__ = ("name", "path", "trace")
+    __slots__ = ("look", "name", "path", "trace")
 
-    def __init__(self, trace: str, name: str, path: tuple[Any, ...]) -> None:
+    def __init__(
+        self, trace: str, name: str, path: tuple[Any, ...], look: Look | None = None
+    ) -> None:
         self.trace = trace
         self.name = name
         self.path = path
+        self.look = look

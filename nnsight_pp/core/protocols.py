@@ -283,3 +283,12 @@ class Switch(Protocol):
     def throw(self) -> Callable[[Any, Any, BaseException], Any]:
         """Raise where a worker is parked; come back likewise: ``throw(slot, greenlet, error)``."""
         ...
+
+
+class Exchange(Protocol):
+    """Says what goes in place of an object inside of what is pickled as it is."""
+
+    is_deep: bool
+
+    def instead_of(self, obj: Any) -> Any:
+        """Return what goes in place of ``obj``, or None."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nnsight_pp.core.protocols import Exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class Report:
         results: The saved names that stand for the result of the request.
         is_witness: Whether another rank of the stage reports for it. Then it is here to be compared
             with that one, and holds `core.alike.Sampled` in place of tensors.
+        homeward: On its rank: exchanges objects when its values are pickled.
     """
 
     request: str
@@ -89,3 +93,4 @@ class Report:
     kept: dict[str, Any] = field(default_factory=dict)
     results: tuple[str, ...] = ()
     is_witness: bool = False
+    homeward: Exchange | None = None

@@ -40,25 +40,39 @@ class Uses:
         put: Names into whose object it may put something.
         seen: Names whose object it may look at.
         handed: Names whose object it may hand to a function, which may do either.
+        below: Names that lead to an object into which it may put something.
+        called: Names with the methods of their object that it may call.
+        bound: Names around it that it may bind anew.
     """
 
     early: frozenset[str] = frozenset()
     put: frozenset[str] = frozenset()
     seen: frozenset[str] = frozenset()
     handed: frozenset[str] = frozenset()
+    below: frozenset[str] = frozenset()
+    called: frozenset[tuple[str, str]] = frozenset()
+    bound: frozenset[str] = frozenset()
 
 
 def uses_of(module: ast.Module) -> Uses:
     """Return what the block ``module`` may do with each name."""
     flow = _Flow()
     flow.run(module.body, set())
+    return touches_of(module, frozenset(flow.early))
+
+
+def touches_of(module: ast.Module, early: frozenset[str] = frozenset()) -> Uses:
+    """Return what ``module`` may do with the objects of names; ``early`` is known already."""
     touches = _Touches()
     touches.visit(module)
     return Uses(
-        frozenset(flow.early),
+        early,
         frozenset(touches.put),
         frozenset(touches.seen),
         frozenset(touches.handed),
+        frozenset(touches.below),
+        frozenset(touches.called),
+        frozenset(touches.bound),
     )
 
 
@@ -283,12 +297,34 @@ def _root(node: ast.AST) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
+def _base(node: ast.AST) -> str | None:
+    """Return the name at the root of ``name[...].attribute[...]``."""
+    while isinstance(node, (ast.Subscript, ast.Attribute)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
 @final
 @dataclass
 class _Touches(ast.NodeVisitor):
     put: set[str] = field(default_factory=set)
     seen: set[str] = field(default_factory=set)
     handed: set[str] = field(default_factory=set)
+    below: set[str] = field(default_factory=set)
+    called: set[tuple[str, str]] = field(default_factory=set)
+    bound: set[str] = field(default_factory=set)
+
+    def _put_below(self, node: ast.AST) -> None:
+        """Note that something is put into what ``node`` evaluates to, if a name leads to it."""
+        base = _base(node)
+        if base is not None and not isinstance(node, ast.Name):
+            self.below.add(base)
+
+    def visit_Global(self, node: ast.Global) -> None:
+        self.bound |= set(node.names)
+
+    def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
+        self.bound |= set(node.names)
 
     def visit_Name(self, node: ast.Name) -> None:
         if not isinstance(node.ctx, ast.Store):
@@ -296,6 +332,8 @@ class _Touches(ast.NodeVisitor):
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         root = _root(node)
+        if not isinstance(node.ctx, ast.Load):
+            self._put_below(node.value)
         if root is None or isinstance(node.ctx, ast.Load):
             self.generic_visit(node)
             return
@@ -307,8 +345,10 @@ class _Touches(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if isinstance(node.value, ast.Name) and not isinstance(node.ctx, ast.Load):
             self.put.add(node.value.id)
-        else:
-            self.generic_visit(node)
+            return
+        if not isinstance(node.ctx, ast.Load):
+            self._put_below(node.value)
+        self.generic_visit(node)
 
     def visit_AugAssign(self, node: ast.AugAssign) -> None:
         root = _root(node.target)
@@ -317,6 +357,7 @@ class _Touches(ast.NodeVisitor):
         if root is not None:
             self.put.add(root)
             self.seen.add(root)
+        self._put_below(node.target)  # what is there already may be changed itself
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -324,6 +365,10 @@ class _Touches(ast.NodeVisitor):
             root, name = _root(node.func.value), node.func.attr
             if root is not None and (name in _CHANGING or _is_in_place(name)):
                 self.put.add(root)
+            if name in _CHANGING or _is_in_place(name) or (name in _PUTTING and name != "save"):
+                self._put_below(node.func.value)
+            if isinstance(node.func.value, ast.Name):
+                self.called.add((node.func.value.id, name))
             if root is not None and name in _PUTTING and isinstance(node.func.value, ast.Name):
                 if name != "save":
                     self.put.add(root)

@@ -41,7 +41,7 @@ class SharedMap:
             kept alive elsewhere.
     """
 
-    __slots__ = ("_change", "_instead", "_known")
+    __slots__ = ("_change", "_instead", "_known", "has_others")
 
     def __init__(
         self, change: Callable[[Any], Any], instead: Mapping[int, Any] | None = None
@@ -50,6 +50,8 @@ class SharedMap:
         self._instead = instead or {}
         # With each container itself, so that its id stays its own.
         self._known: dict[int, tuple[Any, Any]] = {}
+        # Whether one is no plain container, and may hold more than its `children`.
+        self.has_others = False
 
     def __call__(self, value: Any) -> Any:
         """Return ``value`` with its leaves changed.
@@ -65,6 +67,7 @@ class SharedMap:
         known = self._known.get(id(value))
         if known is None:
             self._known[id(value)] = value, _NOT_YET
+            self.has_others = self.has_others or type(value) not in _PLAIN
             changed = rebuild(value, [self(part) for part in parts])
             self._known[id(value)] = value, changed
             return changed
@@ -72,8 +75,14 @@ class SharedMap:
             raise HoldsItselfError(type(value).__name__)
         return known[1]
 
+    def changed_of(self, value: Any) -> Any:
+        """Return what the container ``value`` has become, or None where it was not met."""
+        known = self._known.get(id(value))
+        return None if known is None or known[1] is _NOT_YET else known[1]
+
 
 _NOT_YET = object()
+_PLAIN = (list, dict, tuple)
 
 
 class HoldsItselfError(ValueError):
@@ -147,6 +156,21 @@ def rebuild(value: Any, parts: list[Any]) -> Any:
     return fresh
 
 
+def refill(value: Any, parts: list[Any]) -> Any:
+    """Put ``parts`` in place of the `children` of a container; return it, but a new tuple."""
+    kind = type(value)
+    if issubclass(kind, tuple):
+        return rebuild(value, parts)
+    if kind is list:
+        value[:] = parts
+    elif issubclass(kind, dict):
+        _fill_mapping(value, value, parts)
+    else:
+        for name, part in zip(_set_fields(value), parts, strict=True):
+            object.__setattr__(value, name, part)
+    return value
+
+
 def _is_named(kind: type) -> bool:
     """Tell named tuples, and torch's own (``torch.return_types.max``), from other subclasses."""
     return issubclass(kind, tuple) and (
@@ -161,11 +185,15 @@ def _set_fields(value: Any) -> list[str]:
 def _rebuilt_mapping(value: dict[Any, Any], parts: list[Any]) -> Any:
     """Rebuild a dict of another class; transformers' ModelOutput is a dataclass as well."""
     fresh = copy.copy(value)
+    _fill_mapping(fresh, value, parts)
+    return fresh
+
+
+def _fill_mapping(fresh: Any, value: dict[Any, Any], parts: list[Any]) -> None:
     # CAUTION: `dict`'s own method would bypass the order that an OrderedDict keeps.
     put = OrderedDict.__setitem__ if isinstance(value, OrderedDict) else dict.__setitem__
     fields = set(_set_fields(value)) if dataclasses.is_dataclass(value) else set()
-    for key, part in zip(value, parts, strict=True):
+    for key, part in zip(list(value), parts, strict=True):
         put(fresh, key, part)  # type: ignore[arg-type]
         if key in fields:
             object.__setattr__(fresh, key, part)
-    return fresh

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 
 from nnsight_pp.core.alike import Comparison
-from nnsight_pp.core.kept import AtHome, Split
+from nnsight_pp.core.kept import AtHome, FromHome, Split
 from nnsight_pp.core.report import Elsewhere, Failure, Report
-from nnsight_pp.core.tree import children, leaves, rebuild
+from nnsight_pp.core.tree import children, leaves, refill
 from nnsight_pp.errors import RankDivergenceError, Where, explain
 from nnsight_pp.wire.report_codec import failure_of
 
@@ -39,11 +39,31 @@ _TODO = (
 )
 
 
+def _as_it_is(word: FromHome) -> Any:
+    return word
+
+
+@final
+class Home:
+    """What the client knows while it merges the reports of one run.
+
+    Attributes:
+        own: Returns the client's own object for what stands for it.
+        merged: By the ids of what the stages have of it: a container that stands in two places,
+            with what keeps those ids.
+    """
+
+    def __init__(self, own: Callable[[FromHome], Any] = _as_it_is) -> None:
+        self.own = own
+        self.merged: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+
 def merge_reports(
     reports: Sequence[Report],
     block: Block | None = None,
     new_comparison: Callable[[], Comparison] = Comparison,
     sees_parts: Callable[[], bool] = lambda: False,
+    home: Home | None = None,
 ) -> Report:
     """Return one report for one request.
 
@@ -59,12 +79,14 @@ def merge_reports(
     every = sorted(reports, key=lambda report: (report.stage, report.is_witness))
     ordered = [report for report in every if not report.is_witness] or every
     failure = first_failure([report.failure for report in every if report.failure is not None])
-    merging = _Merging(ordered, new_comparison)
+    # Before what they share is filled with what was merged.
+    unlike = None if failure else _unlike_a_witness(every, new_comparison, sees_parts)
+    merging = _Merging(ordered, new_comparison, home or Home())
     saved = merging.names([report.saved for report in ordered])
     grown = merging.names([report.grown for report in ordered])
     if failure is None:
         error = _apart_by_asks(ordered)
-        first = merging.first or _unlike_a_witness(every, new_comparison, sees_parts)
+        first = merging.first or unlike
         if error is None and first is not None:
             error = _apart_by_value(first, block)
         if error is not None:
@@ -120,11 +142,12 @@ class _Merging:
         first: The first name of which they do not say the same. It is left out.
     """
 
-    def __init__(self, reports: Sequence[Report], new_comparison: Callable[[], Comparison]) -> None:
+    def __init__(
+        self, reports: Sequence[Report], new_comparison: Callable[[], Comparison], home: Home
+    ) -> None:
         self._stages = [report.stage for report in reports]
         self._new_comparison = new_comparison
-        # By the ids of what the stages have of it: a container that stands in two places.
-        self._known: dict[tuple[int, ...], Any] = {}
+        self._home = home
         self._reports = reports
         self._looks: list[Counter[int]] = []
         self.first: _Mismatch | None = None
@@ -156,12 +179,15 @@ class _Merging:
             self._check_alike(first_stage, first, stage, value, is_leaf=parts is None)
         if isinstance(first, Split):
             return first.joined([value for _, value in real])
+        if type(first) is FromHome:
+            return self._home.own(first)
         if parts is None:
             return first if len(real) == 1 else self._one_of(real)
         stages = [stage for stage, _ in real]
         ids = tuple([id(value) for _, value in real])
-        if ids in self._known:
-            return self._known[ids]
+        known = self._home.merged.get(ids)
+        if known is not None:
+            return known[0]
         merged = []
         for column in zip(*[children(value) or () for _, value in real], strict=True):
             only = _only_tensor(column)
@@ -173,7 +199,9 @@ class _Merging:
             except _MismatchError as error:
                 place = _places_in(first)[len(merged)]
                 raise _MismatchError(error.text, f"{place}{error.path}") from None
-        whole = self._known[ids] = rebuild(first, merged)
+        # The container itself, where it can be: functions and objects that hold it have it too.
+        whole = refill(first, merged)
+        self._home.merged[ids] = whole, real
         return whole
 
     def _one_of(self, real: list[tuple[int, Any]]) -> Any:
@@ -252,7 +280,7 @@ def _merge_kept(
     parts = [report.kept for report in reports]
     lost = AtHome("lost", "a value that the stages hold in different forms")
     names = dict.fromkeys((name for part in parts for name in part), lost)
-    return {**names, **_Merging(reports, new_comparison).names(parts)}
+    return {**names, **_Merging(reports, new_comparison, Home()).names(parts)}
 
 
 def _unlike_a_witness(

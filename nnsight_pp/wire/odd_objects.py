@@ -90,6 +90,20 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
         PicklingError: It cannot travel.
     """
     kind: Any = type(obj)
+    if kind is functools.cached_property:
+        return _property, (obj.func, obj.attrname)
+    if kind is functools._lru_cache_wrapper:
+        return _cached, (obj.__wrapped__, obj.cache_parameters())
+    return reduced_view(obj)
+
+
+def reduced_view(obj: Any) -> tuple[Any, ...] | None:
+    """Return how ``obj``, which looks at another object, is pickled; None for other objects.
+
+    Raises:
+        PicklingError: It cannot travel.
+    """
+    kind: Any = type(obj)
     if kind is memoryview:
         return _looking, _look_of(obj)
     if kind in _VIEWS:
@@ -97,10 +111,6 @@ def reduced(obj: Any) -> tuple[Any, ...] | None:
     if kind is MappingProxyType:
         (shown,) = gc.get_referents(obj)
         return (MappingProxyType, (shown,)) if type(shown) is dict else None
-    if kind is functools.cached_property:
-        return _property, (obj.func, obj.attrname)
-    if kind is functools._lru_cache_wrapper:
-        return _cached, (obj.__wrapped__, obj.cache_parameters())
     return None
 
 

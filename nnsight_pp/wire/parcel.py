@@ -23,7 +23,9 @@ import torch
 from nnsight_pp.wire.value_codec import decode
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from nnsight_pp.core.kept import FromHome
 
 # Below this, the engine's message is as quick.
 LEAST_BYTES = 1 << 18
@@ -101,8 +103,10 @@ def should_be_dropped(where: dict[str, Any]) -> bool:
     return where["size"] >= MOST_LEFT_BYTES
 
 
-def open_parcel(where: dict[str, Any]) -> Any:
+def open_parcel(where: dict[str, Any], own: Callable[[FromHome], Any]) -> Any:
     """Return the value of another process's `Parcel`; its tensors lie in a private mapping.
+
+    ``own`` is as `value_codec.decode` takes it.
 
     Raises:
         OSError: It is not there, or it is another file.
@@ -116,16 +120,17 @@ def open_parcel(where: dict[str, Any]) -> Any:
         # On another host a process like the rank may have all these numbers, and a file like it.
         if _PREFIX.unpack_from(data)[1].hex() != where["mark"]:
             raise FileNotFoundError("another process has a file like this one")
-        return value_in(data)
+        return value_in(data, own)
     finally:
         os.close(file)
 
 
-def value_in(data: Any) -> Any:
+def value_in(data: Any, own: Callable[[FromHome], Any]) -> Any:
     """Return the value that lies in the writable buffer ``data``."""
     length, _ = _PREFIX.unpack_from(data)
     header = bytes(memoryview(data)[_PREFIX.size : _PREFIX.size + length])
-    return decode(header, torch.frombuffer(data, dtype=torch.uint8, offset=_start_of(length)))
+    payload = torch.frombuffer(data, dtype=torch.uint8, offset=_start_of(length))
+    return decode(header, payload, own)
 
 
 def _start_of(header_length: int) -> int:

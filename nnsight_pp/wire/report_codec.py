@@ -12,9 +12,8 @@ import torch
 
 from nnsight_pp.core.alike import Sampled
 from nnsight_pp.core.kept import Split
-from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.report import Elsewhere, Failure, Report
-from nnsight_pp.core.tree import SharedMap, map_leaves
+from nnsight_pp.core.tree import map_leaves
 from nnsight_pp.errors import ValueUnavailableError
 from nnsight_pp.wire.parcel import (
     LEAST_BYTES,
@@ -27,7 +26,7 @@ from nnsight_pp.wire.parcel import (
 from nnsight_pp.wire.value_codec import encode, from_bytes, in_one_piece, to_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from nnsight_pp.core.kept import FromHome
 
@@ -44,9 +43,9 @@ def encode_reports(reports: list[Report], parcel: Parcel) -> bytes | dict[str, A
     """
     parcel.drop()
     try:
-        header, pieces = encode(reports)
+        header, pieces = encoded(reports)
     except Exception:
-        header, pieces = encode([_sendable(report) for report in reports])
+        header, pieces = encoded([_sendable(report) for report in reports])
     if sum(len(piece) for piece in pieces) >= LEAST_BYTES:
         try:
             return parcel.pack(header, pieces)
@@ -55,45 +54,72 @@ def encode_reports(reports: list[Report], parcel: Parcel) -> bytes | dict[str, A
     return in_one_piece(header, pieces)
 
 
-def decode_reports(answers: Sequence[Any], fetch: Callable[[bool], list[Any]]) -> list[Report]:
+def encoded(reports: list[Report]) -> tuple[bytes, list[torch.Tensor]]:
+    """Return ``reports`` as `value_codec.encode` gives them.
+
+    Raises:
+        Exception: Whatever pickling some part of them raises.
+    """
+    return encode([replace(one, homeward=None) for one in reports], _instead_in(reports))
+
+
+def _instead_in(reports: list[Report]) -> Callable[[Any], Any] | None:
+    """Return what exchanges objects inside of the values of ``reports``, where it is needed."""
+    found = {id(one.homeward): one.homeward for one in reports if one.homeward is not None}
+    deep = [one.instead_of for one in found.values() if one.is_deep]
+    if len(deep) < 2:
+        return deep[0] if deep else None
+    return lambda obj: next((one for one in (ask(obj) for ask in deep) if one is not None), None)
+
+
+def decode_reports(
+    answers: Sequence[Any],
+    fetch: Callable[[bool], list[Any]],
+    own: Callable[[FromHome], Any] = lambda word: word,
+) -> list[Report]:
     """Return the reports in the ranks' ``answers`` to `collect`.
 
     Args:
         answers: Bytes, or where a parcel is; empty from a rank that does not report.
         fetch: Tells every rank that its parcel is not needed any more; given True, each of them
             answers with the parcel's bytes.
+        own: Returns the client's own object for what stands for it.
     """
     found: list[list[Report]] = []
     away = [answer for answer in answers if is_parcel(answer)]
     if away:
         try:
-            found += [open_parcel(answer) for answer in away]
+            found += [open_parcel(answer, own) for answer in away]
         except OSError as error:
             log.info("reports go through the engine's messages: %s", error)
-            found = [value_in(bytearray(answer)) for answer in fetch(True) if answer]
+            found = [value_in(bytearray(answer), own) for answer in fetch(True) if answer]
         else:
             if any(should_be_dropped(answer) for answer in away):
                 fetch(False)
-    found += [from_bytes(answer) for answer in answers if answer and not is_parcel(answer)]
+    found += [from_bytes(answer, own) for answer in answers if answer and not is_parcel(answer)]
     # By stage, whatever way they came.
     return sorted((one for reports in found for one in reports), key=lambda one: one.stage)
 
 
 def _sendable(report: Report) -> Report:
-    saved, failure = _sendable_names(report.saved, report.failure, report.stage)
-    grown, failure = _sendable_names(report.grown, failure, report.stage)
-    kept, _ = _sendable_names(report.kept, None, report.stage)
+    instead = _instead_in([report])
+    saved, failure = _sendable_names(report.saved, report.failure, report.stage, instead)
+    grown, failure = _sendable_names(report.grown, failure, report.stage, instead)
+    kept, _ = _sendable_names(report.kept, None, report.stage, instead)
     return replace(report, saved=saved, grown=grown, kept=kept, failure=failure)
 
 
 def _sendable_names(
-    names: dict[str, Any], failure: Failure | None, stage: int
+    names: dict[str, Any],
+    failure: Failure | None,
+    stage: int,
+    instead_of: Callable[[Any], Any] | None,
 ) -> tuple[dict[str, Any], Failure | None]:
     """Return those of ``names`` that can be sent; the first other one becomes the failure."""
     sent: dict[str, Any] = {}
     for name, value in names.items():
         try:
-            to_bytes(value)
+            to_bytes(value, instead_of)
         except Exception as error:
             text = (
                 f"The saved value {name!r} ({type(value).__name__}) cannot leave the engine: "
@@ -103,24 +129,6 @@ def _sendable_names(
         else:
             sent[name] = value
     return sent, failure
-
-
-def shipping(home: Mapping[int, FromHome] | None = None) -> SharedMap:
-    """Return what turns values into what a report holds of them, one after the other.
-
-    A remote leaf becomes `Elsewhere`, or this rank's own. What is one container in several values
-    stays one.
-
-    Args:
-        home: By id: what stands for an object that the client has.
-    """
-    return SharedMap(_shipped, home)
-
-
-def _shipped(leaf: Any) -> Any:
-    if not issubclass(type(leaf), RemoteValue):
-        return leaf
-    return leaf._real_value() if leaf._is_of_this_rank() else _ELSEWHERE
 
 
 def as_witness(report: Report) -> Report:

@@ -8,10 +8,12 @@ buffer and what looks into it. They cross as one piece of memory and as views of
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import torch
+
+from nnsight_pp.core.kept import Look
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -153,3 +155,41 @@ def piece_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
 def memory_at(start: int, stop: int) -> Any:
     """Return a buffer of the memory from ``start`` to ``stop``, which the caller keeps alive."""
     return (ctypes.c_uint8 * (stop - start)).from_address(start)
+
+
+def shown(whole: Any, look: Look) -> Any:
+    """Return the tensor or the array that shows the memory of the tensor or array ``whole``."""
+    if not isinstance(look.dtype, torch.dtype):
+        return np.asarray(_Shown(whole, look))
+    made: Any = torch.empty(0, dtype=look.dtype)
+    if isinstance(whole, torch.Tensor):
+        storage = whole.untyped_storage()
+        start = span_of(whole)[0] - storage.data_ptr() + look.offset
+    else:
+        first, last = span_of_array(whole)
+        flat = Look("|u1", (last - first,), (1,), 0, is_writeable=True)
+        storage, start = torch.from_numpy(shown(whole, flat)).untyped_storage(), look.offset
+    return made.set_(storage, start // look.dtype.itemsize, look.shape, look.strides)
+
+
+@final
+class _Shown:
+    """Lets numpy show the memory of another object, and keeps it.
+
+    Source: numpy 2 reference, "The array interface protocol".
+    """
+
+    def __init__(self, whole: Any, look: Look) -> None:
+        self._whole = whole
+        is_tensor = isinstance(whole, torch.Tensor)
+        start = (span_of if is_tensor else span_of_array)(whole)[0] + look.offset
+        fields = [] if isinstance(look.dtype, str) else [tuple(one) for one in look.dtype]
+        size = sum(np.dtype([one]).itemsize for one in fields)
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (start, not look.is_writeable),
+            "shape": look.shape,
+            "strides": look.strides,
+            "typestr": f"|V{size}" if fields else look.dtype,
+            **({"descr": fields} if fields else {}),
+        }

@@ -13,21 +13,27 @@ arrives and shared none has memory of its own, which goes with it.
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import pickle
 import struct
 from array import array
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, final
 
 import cloudpickle
 import numpy as np
 import torch
 
+from nnsight_pp.core.block import Scope
+from nnsight_pp.core.kept import FromHome, is_plain_data
+from nnsight_pp.core.meaning import all_codes
+from nnsight_pp.wire.odd_objects import reduced_view
 from nnsight_pp.wire.shared_memory import piece_of, pools_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 _ALIGN = 16
 _LENGTH = struct.Struct("<Q")
@@ -81,10 +87,84 @@ class _Writer(cloudpickle.Pickler):
         return _numbered, (len(self.tensors) - 1,)
 
 
+@final
+class _DeepWriter(_Writer):
+    """Exchanges objects inside of what it writes.
+
+    Args:
+        file: Gets the bytes.
+        instead_of: Returns what goes in place of an object, or None.
+    """
+
+    def __init__(self, file: io.BytesIO, instead_of: Callable[[Any], Any]) -> None:
+        super().__init__(file)
+        self._instead_of = instead_of
+        # By id: tensors that this has made of arrays, which go as they are.
+        self._made: dict[int, Any] = {}
+        # By the id of a block's scope: those of its names that go with its functions.
+        self._names: dict[int, dict[str, Any]] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if id(obj) in self._made:
+            return None
+        found = self._instead_of(obj)
+        return None if found is None else (found,)
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind: Any = type(obj)
+        if kind is FunctionType and type(obj.__globals__) is Scope:
+            obj = self._made[id(obj)] = self._with_names(obj)
+        elif issubclass(kind, BaseException):
+            return _with_causes(obj)
+        found = reduced_view(obj) or super().reducer_override(obj)
+        if kind is np.ndarray and found is not NotImplemented:
+            self._made[id(found[1][0])] = found[1][0]
+        return found
+
+    def _with_names(self, function: FunctionType) -> FunctionType:
+        """Return a function of a block with what it sees of the names around the block."""
+        scope: Any = function.__globals__
+        names = self._names.setdefault(id(scope), {"__name__": scope["__name__"]})
+        for name in (name for code in all_codes(function.__code__) for name in code.co_names):
+            try:
+                value = scope[name]
+            except KeyError:
+                continue  # an attribute, or a builtin
+            if name in scope or is_plain_data(value) or self._instead_of(value) is not None:
+                names[name] = value
+        made = FunctionType(
+            function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+        )
+        made.__kwdefaults__ = function.__kwdefaults__
+        functools.update_wrapper(made, function)
+        return made
+
+
+def _with_causes(error: BaseException) -> Any:
+    """Return how an exception is pickled, with those that it came from."""
+    made: Any = error.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    state = made[2] if len(made) > 2 else None
+    causes = error.__cause__, error.__context__, error.__suppress_context__
+    return made[0], made[1], (state, causes), None, None, _set_causes
+
+
+def _set_causes(error: BaseException, state: tuple[Any, tuple[Any, Any, bool]]) -> None:
+    own, (error.__cause__, error.__context__, error.__suppress_context__) = state
+    if own is not None:
+        error.__setstate__(own)
+
+
 class _Reader(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+    def __init__(
+        self, file: io.BytesIO, tensors: list[torch.Tensor], own: Callable[[FromHome], Any]
+    ) -> None:
         super().__init__(file)
         self._tensors = tensors
+        self._own = own
+
+    def persistent_load(self, pid: Any) -> Any:
+        (found,) = pid
+        return self._own(found) if type(found) is FromHome else found
 
     def find_class(self, module: str, name: str) -> Any:
         if name == _numbered.__name__ and module == __name__:
@@ -92,8 +172,19 @@ class _Reader(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def encode(value: Any) -> tuple[bytes, list[torch.Tensor]]:
+def _as_it_is(word: FromHome) -> Any:
+    return word
+
+
+def encode(
+    value: Any, instead_of: Callable[[Any], Any] | None = None
+) -> tuple[bytes, list[torch.Tensor]]:
     """Return ``value`` as a header and the flat pieces of its payload, each ``[bytes]`` uint8.
+
+    Args:
+        value: What is to cross.
+        instead_of: Returns what goes in place of an object inside of it, or None. It makes the
+            writing slow.
 
     Raises:
         Exception: Whatever pickling some part of the value raises.
@@ -103,7 +194,7 @@ def encode(value: Any) -> tuple[bytes, list[torch.Tensor]]:
     tensors = [value]
     if not _has_elements(value):
         file = io.BytesIO()
-        writer = _Writer(file)
+        writer = _Writer(file) if instead_of is None else _DeepWriter(file, instead_of)
         writer.dump(value)
         body, tensors = file.getvalue(), writer.tensors
     groups, members, num_pools = _grouped(tensors)
@@ -190,8 +281,13 @@ def _flat(alike: list[torch.Tensor]) -> torch.Tensor:
         return plain.contiguous().reshape(-1).view(torch.uint8)
 
 
-def decode(header: bytes, payload: torch.Tensor) -> Any:
+def decode(header: bytes, payload: torch.Tensor, own: Callable[[FromHome], Any] = _as_it_is) -> Any:
     """Return the value of ``header`` and ``payload`` (``[bytes]`` uint8).
+
+    Args:
+        header: As `encode` gave it.
+        payload: Its pieces, one behind the other.
+        own: Returns what is meant by a `FromHome` that was put in place of an object.
 
     Large tensors, and a tensor alone, lie in the payload and keep it; others are copied out of it.
     """
@@ -200,7 +296,7 @@ def decode(header: bytes, payload: torch.Tensor) -> Any:
     if body is None:
         return groups[0][0]
     tensors = groups[0] if len(groups) == 1 else _in_turn(groups, members)
-    return _Reader(io.BytesIO(body), tensors).load()
+    return _Reader(io.BytesIO(body), tensors, own).load()
 
 
 def _in_turn(groups: list[list[torch.Tensor]], members: bytes) -> list[torch.Tensor]:
@@ -263,9 +359,9 @@ def _tensors(group: _Group, payload: torch.Tensor) -> list[torch.Tensor]:
     return [torch.nn.Parameter(one, requires_grad=is_parameter) for one in tensors]
 
 
-def to_bytes(value: Any) -> bytes:
-    """Return ``value`` in one piece."""
-    return in_one_piece(*encode(value))
+def to_bytes(value: Any, instead_of: Callable[[Any], Any] | None = None) -> bytes:
+    """Return ``value`` in one piece; ``instead_of`` is as `encode` takes it."""
+    return in_one_piece(*encode(value, instead_of))
 
 
 def in_one_piece(header: bytes, pieces: Sequence[torch.Tensor]) -> bytes:
@@ -275,8 +371,11 @@ def in_one_piece(header: bytes, pieces: Sequence[torch.Tensor]) -> bytes:
     return b"".join(parts)
 
 
-def from_bytes(data: bytes) -> Any:
-    """Return the value that `to_bytes` made ``data`` of. Its tensors own writable memory."""
+def from_bytes(data: bytes, own: Callable[[FromHome], Any] = _as_it_is) -> Any:
+    """Return the value that `to_bytes` made ``data`` of. Its tensors own writable memory.
+
+    ``own`` is as `decode` takes it.
+    """
     start = _LENGTH.size
     (length,) = _LENGTH.unpack_from(data)
     header = data[start : start + length]
@@ -284,4 +383,4 @@ def from_bytes(data: bytes) -> Any:
     payload = torch.empty(0, dtype=torch.uint8)
     if elements:
         payload = torch.frombuffer(elements, dtype=torch.uint8)
-    return decode(header, payload)
+    return decode(header, payload, own)

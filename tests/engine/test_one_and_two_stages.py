@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 
+from engine import shared_objects  # noqa: F401  (more odd blocks)
 from engine.compare import assert_same
-from engine.odd_blocks import ODD
+from engine.odd_blocks import ODD, PROMPT
 from engine.written_programs import Program, outcome, programs
 from fakes.drawn_programs import Refusals, programs_to_run
-from nnsight_pp import VLLM
+from nnsight_pp import VLLM, NotSupportedError
 from soak.runs import Soak, wanted_from
 
 
@@ -80,3 +82,62 @@ def test_many_requests_of_mixed_kinds_leave_nothing(engines: Engines) -> None:
     soak = Soak(two, wanted_from(one))
     soak.run(60)
     assert len(soak.counts) > 10
+
+
+def test_an_edit_and_a_block_share_their_objects_or_are_refused(engines: Engines) -> None:
+    """On stages blocks run ahead of the model, and would not see each other in its order."""
+    log, counts, tensor = [], {"edits": 0}, torch.zeros(2)
+    for model in engines:
+        layers = list(model.model.layers)
+        with model.edit(inplace=True):
+            log.append(layers[0].mlp.output[-1, :2].clone())
+            counts["edits"] += 1
+            tensor[0] = 3
+        with model.edit(inplace=True):
+            counts["edits"] += 1
+    one, two = engines
+    layers = list(one.model.layers)
+    try:
+        with one.trace(PROMPT, temperature=0.0, max_tokens=1):
+            late = layers[3].mlp.output[-1, :2]
+            seen = (len(log), counts["edits"], float(tensor[0])).save()
+            kept = log[0].save()
+            tensor[1] = float(late[0])
+            log.append(late.clone())
+        with pytest.raises(NotSupportedError, match="'counts' leads to is changed"):
+            with two.trace(PROMPT, temperature=0.0, max_tokens=1):
+                two.logits
+    finally:
+        for model in engines:
+            model.clear_edits()
+    assert (seen, counts["edits"], len(log)) == ((1, 2, 3.0), 2, 2)
+    assert tensor[0] == 3
+    assert tensor[1] != 0
+    assert torch.equal(kept, log[0])
+
+
+def test_what_a_stored_edit_adds_comes_home_of_every_request(engines: Engines) -> None:
+    for model in engines:
+        log: list[str] = []
+        counts, layers = {"runs": 0}, list(model.model.layers)
+        with model.edit(inplace=True):
+            layers[3].mlp.output
+            log.append("edit")
+        try:
+            with model.trace(temperature=0.0, max_tokens=1) as tracer:
+                for index in (0, 3):
+                    with tracer.invoke(PROMPT):
+                        layers[index].mlp.output
+                        log.append(f"block {index}")
+            assert sorted(log) == ["block 0", "block 3", "edit", "edit"]
+            with model.edit(inplace=True):
+                layers[3].mlp.output
+                counts["runs"] += 1
+            with pytest.raises(NotSupportedError, match="'counts' leads to was changed"):
+                with model.trace(temperature=0.0, max_tokens=1) as tracer:
+                    for index in (0, 3):
+                        with tracer.invoke(PROMPT):
+                            layers[index].mlp.output
+        finally:
+            model.clear_edits()
+        assert counts == {"runs": 0}

@@ -25,8 +25,9 @@ from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.collect import came_home, collect
 from nnsight_pp.engines.vllm.company import Member
+from nnsight_pp.engines.vllm.conflicts import Made, conflict_of
 from nnsight_pp.engines.vllm.dependence import companies_of
-from nnsight_pp.engines.vllm.homecoming import at_home, located, make_change
+from nnsight_pp.engines.vllm.homecoming import located, make_change, own_of
 from nnsight_pp.engines.vllm.message import encoded, message_of
 from nnsight_pp.engines.vllm.prompts import most_tokens, prompt_of, sampling_params
 from nnsight_pp.engines.vllm.root import name_of
@@ -45,6 +46,7 @@ from nnsight_pp.errors import (
 from nnsight_pp.trace.names import Names
 from nnsight_pp.trace.raised import exception_of
 from nnsight_pp.trace.tracer import Invocation
+from nnsight_pp.wire.merge import Home
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -116,6 +118,10 @@ class _Request:
         """Whether it has no block."""
         return self.message is None
 
+    def messages(self) -> list[BlockMessage]:
+        """Return its stored edits and its own block, in the order in which they are served."""
+        return [*self.edits.messages, *([] if self.message is None else [self.message])]
+
 
 @final
 class Batch:
@@ -127,7 +133,7 @@ class Batch:
         options: Sampling parameters of the whole trace; an invocation's own win.
         stored: The blocks that each request begins with.
         session: What the names of the blocks are kept for.
-        precision: The relative precision of the model's values.
+        of_model: The relative precision of the model's values, and how many stages it has.
 
     Raises:
         ConfigurationError: Something that is not one prompt.
@@ -142,10 +148,10 @@ class Batch:
         stored: StoredEdits,
         session: SessionValues | None = None,
         *,
-        precision: float = torch.finfo(torch.float32).eps,
+        of_model: tuple[float, int] = (torch.finfo(torch.float32).eps, 1),
     ) -> None:
         self._root = root
-        self._precision = precision
+        self._precision, self._num_stages = of_model
         self._session = session
         companies = companies_of(invocations)
         depends = {number for members in companies for number in members}
@@ -162,8 +168,8 @@ class Batch:
             self._encode([request], root, may_come_home=may_come_home)
         for members in self._companies:
             self._encode(members, root)
-        for request in self._requests:
-            request.edits.board(request.params, root)
+        self._messages = [message for one in self._requests for message in one.messages()]
+        self._home = Home(own_of(self._messages))
         # The requests whose reports came home with their last tokens.
         self.came_home: list[str] = []
         # What each stage has pulled for the blocks of this run, once it is over.
@@ -189,8 +195,9 @@ class Batch:
             request.message = message_of(trace, invocation, session, depends=depends)
         return request
 
-    @staticmethod
-    def _encode(requests: list[_Request], root: Envoy, *, may_come_home: bool = False) -> None:
+    def _encode(
+        self, requests: list[_Request], root: Envoy, *, may_come_home: bool = False
+    ) -> None:
         """Give ``requests`` their parameters, with their blocks on board."""
         messages = [one.message for one in requests if one.message is not None]
         most = max(one.num_sequences for one in requests)
@@ -204,19 +211,26 @@ class Batch:
                     todo="Use one `tracer.invoke(prompt, seed=...)` for each sequence.",
                 )
             )
+
+        def name(obj: Any) -> Any:
+            return name_of_kept(obj) or name_of(root, obj)
+
+        may_share = len(requests) == 1 and self._num_stages == 1
+        shares = [one.edits.shares_with(one.message, may_share=may_share) for one in requests]
         data = [b""] * len(requests)
         if len(requests) > 1:
             # The first member carries all blocks, so that they share what is one object here.
-            data[0] = encoded(messages, lambda obj: name_of_kept(obj) or name_of(root, obj))
-        elif messages:
-            data[0] = encoded(messages[0], lambda obj: name_of_kept(obj) or name_of(root, obj))
+            data[0] = encoded(messages, name)
+        elif messages and not shares[0]:  # else it comes with the edits
+            data[0] = encoded(messages[0], name)
         company = uuid.uuid4().hex
         for index, request in enumerate(requests):
             member = Member(company, index, len(requests)) if len(requests) > 1 else None
             last = request.last_step if may_come_home else None
             payload = pickle.dumps((request.trace, data[index], member, last)) if messages else None
-            name = None if member is None else company
-            request.params = sampling_params(request.options, payload, name)
+            shared = None if member is None else company
+            request.params = sampling_params(request.options, payload, shared)
+            request.edits.board(request.params, request.message, name, together=shares[index])
 
     def run(self, llm: Any, call: Callable[..., list[Any]]) -> BaseException | None:
         """Generate, collect, and fill what the invocations bound.
@@ -242,7 +256,7 @@ class Batch:
         ]
         # What was generated, in the order of the invocations.
         self.outputs = [outputs[request.trace] for request in self._requests]
-        reports = came_home(self.outputs)
+        reports = came_home(self.outputs, self._home.own)
         self.came_home = list(reports)
         waiting = [(trace, one) for one in self._requests for trace in one.edits.traces()]
         waiting += [
@@ -251,7 +265,7 @@ class Batch:
             if not one.is_plain and one.trace not in reports
         ]
         wanted = [(trace, pickle.dumps(outputs[one.trace])) for trace, one in waiting]
-        return self._settle(reports | collect(call, wanted))
+        return self._settle(reports | collect(call, wanted, self._home.own))
 
     def _give_up(self, llm: Any, call: Callable[..., list[Any]], error: BaseException) -> None:
         """Leave nothing of the run on the engine after ``error``; say it in our words."""
@@ -277,18 +291,16 @@ class Batch:
 
     def _settle(self, reports: dict[str, list[Report]]) -> BaseException | None:
         """Fill `Invocation.bound`, change outer objects, warn; return the first error."""
-        first = self._settle_edits(reports)
         merged: dict[str, list[Report]] = {}
-        for request in self._requests:
-            if request.message is None:
-                continue
-            if request.trace not in reports:
-                raise InternalError(f"no stage reported on trace {request.trace}")
-            found = reports[request.trace]
-            merged[request.trace] = by_sequence(found, request.message, self._precision)
+        for message in self._messages:
+            if message.trace not in reports:
+                raise InternalError(f"no stage reported on trace {message.trace}")
+            merged[message.trace] = by_sequence(
+                reports[message.trace], message, self._precision, self._home
+            )
         for members in self._companies:
             _fail_together([one.trace for one in members], merged)
-        merged = at_home([one.message for one in self._requests], merged)
+        first = self._settle_edits(merged)
         for request in self._requests:
             request.invocation.is_saved = True
             if request.message is None:
@@ -307,20 +319,33 @@ class Batch:
                     first = exception_of(report.failure)
             for text in dict.fromkeys(text for one in sequences for text in one.warnings):
                 warnings.warn(text, UserWarning, stacklevel=7)
-        for target, change in self._outer_changes(merged):
-            make_change(target, change)
-        return first
-
-    def _outer_changes(self, merged: dict[str, list[Report]]) -> list[tuple[Any, Any]]:
-        """Return what the blocks have changed of the objects around them, with each change."""
-        return [
-            one
-            for request in self._requests
-            if request.message is not None
-            for report in merged[request.trace]
-            for name, changes in report.grown.items()
-            for one in located(request.message.names[name], changes)
+        parcels = self._parcels()
+        changes = [
+            Made((parcel, number), message, name, *one)
+            for parcel, message in parcels
+            for number, report in enumerate(merged[message.trace])
+            for name, found in report.grown.items()
+            for one in located(message.names[name], found)
         ]
+        conflict = conflict_of(changes, [((parcel, 0), message) for parcel, message in parcels])
+        for one in changes if conflict is None else ():
+            make_change(one.target, one.change)
+        return first or conflict
+
+    def _parcels(self) -> list[tuple[Any, BlockMessage]]:
+        """Return the blocks, each with what names those with which it has shared objects."""
+        company_of = {
+            one.trace: -1 - number
+            for number, members in enumerate(self._companies)
+            for one in members
+        }
+        found: list[tuple[Any, BlockMessage]] = []
+        for number, request in enumerate(self._requests):
+            shares = request.edits.is_boarded_together
+            found += [(number if shares else one.trace, one) for one in request.edits.messages]
+            if request.message is not None:
+                found.append((company_of.get(request.trace, number), request.message))
+        return found
 
     def _bound(self, request: _Request, sequences: list[Report]) -> dict[str, Any]:
         """Return what the block has bound that comes back: what it saved; in a session, all."""
@@ -337,7 +362,7 @@ class Batch:
         """Take in what the stored edits saved; return the first exception of one."""
         errors = []
         for request, output in zip(self._requests, self.outputs, strict=True):
-            errors.append(request.edits.settle(reports, self._root, self._precision))
+            errors.append(request.edits.settle(reports, self._root))
             output.saves = request.edits.saves
         return next((one for one in errors if one is not None), None)
 

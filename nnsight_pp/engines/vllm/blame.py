@@ -18,7 +18,8 @@ from nnsight_pp.wire.report_codec import failure_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from nnsight_pp.engines.vllm.ledger import Ledger, TracedRequest
+    from nnsight_pp.engines.vllm.ledger import Ledger
+    from nnsight_pp.engines.vllm.traced_request import TracedRequest
     from nnsight_pp.parallel.place import Place
 
 log = logging.getLogger(__name__)

@@ -111,7 +111,7 @@ class VLLM(VLLMTree):
             config = EngineArgs(**self._arguments).create_engine_config()
             self._size_cache(config)
             self._is_compiling = compat.is_compiling(config)
-            self._precision = compat.precision_of(config)
+            self._of_model = compat.precision_of(config), pipeline_parallel_size
             module = compat.meta_model(config)
         super().__init__(module, self._own_tokenizer)
         self._weights = RankWeights(lambda: self.dispatch()._llm, self._call, self._lock)
@@ -241,7 +241,7 @@ class VLLM(VLLMTree):
         def run(tracer: Tracer, invocations: list[Invocation]) -> BaseException | None:
             session = self._session if tracer.is_nested and self._session.name else None
             own = {} if inputs else options
-            batch = Batch(self, invocations, own, self._stored, session, precision=self._precision)
+            batch = Batch(self, invocations, own, self._stored, session, of_model=self._of_model)
             with self._lock:
                 self.dispatch()
                 error = batch.run(self._llm, self._call)
@@ -272,7 +272,7 @@ class VLLM(VLLMTree):
                 return self._llm.generate(prompts, params, lora_request=adapter, use_tqdm=False)
             several = isinstance(prompts, list) and not all(type(one) is int for one in prompts)
             given = [without_block(one) for one in (prompts if several else [prompts])]
-            batch = Batch(self, given, options, self._stored, precision=self._precision)
+            batch = Batch(self, given, options, self._stored, of_model=self._of_model)
             error = batch.run(self._llm, self._call)
         if error is not None:
             raise error

@@ -17,7 +17,7 @@ from nnsight_pp.errors import ConfigurationError, explain
 if TYPE_CHECKING:
     from nnsight_pp.core.block import Block, Scope
     from nnsight_pp.engines.vllm.compat import Scheduled
-    from nnsight_pp.engines.vllm.ledger import TracedRequest
+    from nnsight_pp.engines.vllm.traced_request import TracedRequest
     from nnsight_pp.interleave.timeline import Timeline
     from nnsight_pp.interleave.worker import Worker
 

@@ -38,7 +38,7 @@ class EarlyBlocks:
                 payload = compat.carried(new)
                 if payload is not None and self._ledger.get(new.req_id) is None:
                     trace, data, member, _ = pickle.loads(payload)
-                    if data is not None and member is None:
+                    if data and member is None:  # none: it comes with stored edits
                         begin.append((new.req_id, trace, new.prompt_len, data))
             self._ledger.prepare(begin)
         except Exception:  # it is done when the step begins, and fails there

@@ -22,13 +22,15 @@ from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.activations import take_bytes, with_bytes
 from nnsight_pp.errors import EarlyStopException
-from nnsight_pp.wire.value_codec import encode, in_one_piece
+from nnsight_pp.wire.report_codec import encoded
+from nnsight_pp.wire.value_codec import in_one_piece
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from nnsight_pp.core.report import Report
-    from nnsight_pp.engines.vllm.ledger import Ledger, TracedRequest
+    from nnsight_pp.engines.vllm.ledger import Ledger
+    from nnsight_pp.engines.vllm.traced_request import TracedRequest
     from nnsight_pp.parallel.place import Place
 
 log = logging.getLogger(__name__)
@@ -123,7 +125,7 @@ def _encoded(report: Report) -> bytes | None:
         if number >= _MOST_VALUES or total > _MOST_BYTES:
             return None
     try:
-        data = in_one_piece(*encode([report]))
+        data = in_one_piece(*encoded([report]))
     except Exception:  # the collect says why
         log.debug("a report cannot be sent", exc_info=True)
         return None

@@ -1,7 +1,8 @@
 """The stored edits of the requests of one rank: blocks beside the same rows, served first.
 
 Each is a traced request of its own for the `Ledger`, under a name made of vLLM's, so that its asks
-have names of their own on the link.
+have names of their own on the link. Those that share objects come in one piece with the request's
+own block, so that these are one here.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ import pickle
 from typing import TYPE_CHECKING, final
 
 from nnsight_pp.engines.vllm import compat
+from nnsight_pp.engines.vllm.traced_request import TracedRequest
 
 if TYPE_CHECKING:
-    from nnsight_pp.engines.vllm.ledger import Ledger, TracedRequest
+    from nnsight_pp.engines.vllm.ledger import Ledger
 
 
 @final
@@ -35,13 +37,19 @@ class EditBlocks:
         """Return the stored edits of a request in a step, in order; start those of a new one."""
         payload = None if item.new is None else compat.carried(item.new, compat.EDITS)
         if payload is not None and item.request not in self._blocks:
-            found = self._blocks[item.request] = []
-            blocks = pickle.loads(payload)
-            for number, (trace, data) in enumerate(blocks):
-                seat = number - len(blocks)  # before every request's own
-                place = seat, item.request
+            traces, parcels = pickle.loads(payload)
+            length = item.new.prompt_len
+            made = {}
+            for number, trace in enumerate(traces):
+                seat = number - len(traces)  # before every request's own
                 name = f"{item.request} edit {number}"
-                found.append(self._ledger.add(name, trace, item.new.prompt_len, data, place))
+                made[trace] = TracedRequest(name, trace, length, seat=seat, rows_of=item.request)
+            for beside, data in parcels:
+                own = TracedRequest(item.request, beside[-1], length)
+                self._ledger.prepare_parcel([made.get(one, own) for one in beside], data)
+            self._blocks[item.request] = [
+                self._ledger.add(one.request, one.trace, length, b"") for one in made.values()
+            ]
         return self._blocks.get(item.request, [])
 
     def forget_ended(self) -> None:

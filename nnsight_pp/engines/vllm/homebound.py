@@ -13,13 +13,11 @@ from nnsight_pp.core.tree import HoldsItselfError
 from nnsight_pp.engines.vllm.members import PLAIN, Around
 from nnsight_pp.engines.vllm.outer import change_of, home_of
 from nnsight_pp.errors import NotSupportedError, explain
-from nnsight_pp.wire.report_codec import shipping
+from nnsight_pp.wire.homeward import Homeward
 
 if TYPE_CHECKING:
-    from nnsight_pp.core.kept import FromHome
-    from nnsight_pp.core.tree import SharedMap
-    from nnsight_pp.engines.vllm.ledger import TracedRequest
     from nnsight_pp.engines.vllm.outer import Before
+    from nnsight_pp.engines.vllm.traced_request import TracedRequest
 
 
 class Sent(NamedTuple):
@@ -36,15 +34,23 @@ class Sent(NamedTuple):
     refused: Exception | None = None
 
 
-def shipping_of(requests: list[TracedRequest]) -> SharedMap:
+def homeward_of(requests: list[TracedRequest]) -> Homeward:
     """Return what brings the values of ``requests``, which share their objects, into reports."""
-    home: dict[int, FromHome] = {}
-    for traced in requests:
-        home.update(home_of(traced.trace, traced.before))
-    return shipping(home)
+    return Homeward(found for one in requests for found in home_of(one.trace, one.before))
 
 
-def sent_home(traced: TracedRequest, own: dict[str, Any], ship: SharedMap) -> Sent:
+def of_change(change: Any, ship: Homeward) -> Any:
+    """Return what a report holds of a change: of a tensor or an array, its elements."""
+    kind, *parts = change
+    if kind == "array":
+        return kind, ship.literal(parts[0])
+    if kind == "tensor":
+        elements, grads, flags = parts
+        return kind, [*map(ship.literal, elements)], [*map(ship.literal, grads)], flags
+    return ship(change)
+
+
+def sent_home(traced: TracedRequest, own: dict[str, Any], ship: Homeward) -> Sent:
     """Return what goes home of the block of ``traced``, which has bound the names in ``own``."""
     worker, message = traced.worker, traced.message
     if worker is None or message is None:
@@ -60,11 +66,7 @@ def sent_home(traced: TracedRequest, own: dict[str, Any], ship: SharedMap) -> Se
             changes = change_of(before)
             _check_names(before, changes, message.names)
             if changes:
-                # The elements of a tensor or an array are sent, though it stands at home.
-                grown[name] = [
-                    (path, one if one[0] in ("tensor", "array") else ship(one))
-                    for path, one in changes
-                ]
+                grown[name] = [(path, of_change(one, ship)) for path, one in changes]
     except NotSupportedError as error:
         return Sent(saved, {}, error)
     except HoldsItselfError as error:

@@ -5,23 +5,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from nnsight_pp.core.kept import FromHome
-from nnsight_pp.core.tree import SharedMap, leaves
 from nnsight_pp.engines.vllm.members import member_at, slots_of
 from nnsight_pp.engines.vllm.outer import unknown
 from nnsight_pp.errors import NotSupportedError, explain
+from nnsight_pp.wire.shared_memory import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from nnsight_pp.core.report import Report
+    from nnsight_pp.core.kept import FromHome
     from nnsight_pp.wire.block_codec import BlockMessage
 
 
@@ -58,65 +56,69 @@ def _object_at(target: Any, path: tuple[Any, ...]) -> Any:
     return target
 
 
-def at_home(
-    messages: Sequence[BlockMessage | None], reports: dict[str, list[Report]]
-) -> dict[str, list[Report]]:
-    """Return ``reports`` with the client's own objects where the ranks had their copies of them.
+def own_of(messages: Sequence[BlockMessage]) -> Callable[[FromHome], Any]:
+    """Return what finds the client's own object for what stands for it in reports.
 
-    Call it before any of these is changed.
+    Call that before any of these objects is changed.
 
     Args:
         messages: The blocks, with what their names stand for.
-        reports: What came back of them, by request.
     """
-    names_of = {one.trace: one.names for one in messages if one is not None}
+    names_of = {one.trace: one.names for one in messages}
 
-    def own(leaf: Any) -> Any:
-        if type(leaf) is not FromHome:
-            return leaf
-        return _object_at(names_of[leaf.trace][leaf.name], leaf.path)
+    def own(word: FromHome) -> Any:
+        found = _object_at(names_of[word.trace][word.name], word.path)
+        return found if word.look is None else shown(found, word.look)
 
-    every = [(one.saved, one.grown) for found in reports.values() for one in found]
-    if not any(type(leaf) is FromHome for leaf in leaves(every)):
-        return reports
-    # What is one container in several places stays one.
-    swap = SharedMap(own)
-    return {
-        trace: [replace(one, saved=swap(one.saved), grown=swap(one.grown)) for one in found]
-        for trace, found in reports.items()
-    }
+    return own
 
 
 def make_change(target: Any, change: Any) -> None:
     """Make on the client's object the change that a block made on a rank's copy of it."""
     kind, *parts = change
-    if kind == "tensor":
-        _set_tensor(target, *parts)
-    elif kind == "array":
-        target[...] = parts[0]
-    elif kind == "list=":
-        target[:] = parts[0]
-    elif kind == "list":
-        for index, item in parts[0].items():
-            target[index] = item
-        target.extend(parts[1])
-    elif kind == "dict":
-        for key, item in parts[0]:  # a counter's `update` would add
-            target[key] = item
-        for key in parts[1]:
-            target.pop(key, None)
-    elif kind == "fields":
-        _set_fields(target, *parts)
-    elif kind == "around":
-        _set_around(target, *parts)
-    elif kind == "drawn":
-        _go_on_drawing(target, parts[0])
-    else:
+    _CHANGES[kind](target, *parts)
+
+
+def _set_all(target: Any, items: Any) -> None:
+    target[:] = items
+
+
+def _set_array(target: Any, elements: Any) -> None:
+    target[...] = elements
+
+
+def _set_items(target: list[Any], slots: dict[int, Any], tail: list[Any]) -> None:
+    for index, item in slots.items():
+        target[index] = item
+    target.extend(tail)
+
+
+def _set_keys(target: Any, changed: list[Any], gone: list[Any], order: list[Any]) -> None:
+    for key, item in changed:  # a counter's `update` would add
+        target[key] = item
+    for key in gone:
+        target.pop(key, None)
+    if order:
+        items = [(key, target[key]) for key in order]
         target.clear()
-        target.extend(parts[0]) if kind == "items" else target.update(parts[0])
+        _set_keys(target, items, [], [])
 
 
-def _set_tensor(target: torch.Tensor, elements: list[Any], grads: list[Any]) -> None:
+def _set_elements(target: set[Any], added: list[Any], removed: list[Any]) -> None:
+    target.update(added)
+    target.difference_update(removed)
+
+
+def _refill(target: Any, items: list[Any]) -> None:
+    target.clear()
+    target.update(items) if isinstance(target, set) else target.extend(items)
+
+
+def _set_tensor(
+    target: torch.Tensor, elements: list[Any], grads: list[Any], flags: list[bool]
+) -> None:
+    for flag in flags:
+        target.requires_grad_(flag)
     with torch.no_grad():
         for one in elements:
             target.copy_(one)
@@ -165,3 +167,19 @@ def _set_around(target: FunctionType, changed: dict[str, Any], gone: list[str]) 
             del cells[name].cell_contents
         else:
             target.__globals__.pop(name, None)
+
+
+# By what `outer` calls a change.
+_CHANGES: dict[str, Callable[..., None]] = {
+    "tensor": _set_tensor,
+    "array": _set_array,
+    "list=": _set_all,
+    "list": _set_items,
+    "dict": _set_keys,
+    "set": _set_elements,
+    "set=": _refill,
+    "items": _refill,
+    "fields": _set_fields,
+    "around": _set_around,
+    "drawn": _go_on_drawing,
+}

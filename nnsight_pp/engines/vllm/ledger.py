@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from nnsight_pp.core.block import Scope
-from nnsight_pp.core.raw_writes import WORDS
 from nnsight_pp.core.report import Report
-from nnsight_pp.core.rows import TokenCut, WholeCut
+from nnsight_pp.core.rows import WholeCut
 from nnsight_pp.core.saved import SavedSet
-from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.company import BesideBlock, Company, cut_prompt
-from nnsight_pp.engines.vllm.homebound import sent_home, shipping_of
-from nnsight_pp.engines.vllm.imports import modules_in
-from nnsight_pp.engines.vllm.outer import Before, states_of
+from nnsight_pp.engines.vllm.homebound import homeward_of, sent_home
+from nnsight_pp.engines.vllm.outer import states_of
 from nnsight_pp.engines.vllm.residents import Residents, edited
+from nnsight_pp.engines.vllm.traced_request import TracedRequest, name_module, worker_of
 from nnsight_pp.errors import EarlyStopException, InternalError
-from nnsight_pp.interleave.randomness import ANYTHING, Randomness, draws_and_mentions
 from nnsight_pp.interleave.timeline import Timeline
-from nnsight_pp.interleave.worker import Worker
 from nnsight_pp.trace.names import SiblingNames
 from nnsight_pp.wire.block_codec import BlockMessage, decode_block, decode_blocks
 from nnsight_pp.wire.report_codec import failure_of
@@ -32,76 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nnsight_pp.core.protocols import Link, Switch
-    from nnsight_pp.core.rows import Rows
-    from nnsight_pp.core.tree import SharedMap
+    from nnsight_pp.engines.vllm import compat
     from nnsight_pp.engines.vllm.company import Member
     from nnsight_pp.engines.vllm.past_edits import PastEdits
     from nnsight_pp.interleave.interleaver import Interleaver
-    from nnsight_pp.parallel.lazy import LazyRemoteTensor
-
-
-@dataclass(slots=True)
-class TracedRequest:
-    """One request with a block.
-
-    Attributes:
-        request: vLLM's own id; alike on every rank. A stored edit has one made of it.
-        trace: The client's name for it.
-        prompt_len: Tokens of its prompt.
-        seat: Its place among those that depend on each other.
-        message: The decoded block, or None when decoding failed.
-        worker: The worker, or None likewise.
-        scope: The names that the block has bound.
-        before: By name, the shipped objects as they were before the block.
-        error: What went wrong outside of the block.
-        is_echo: Whether it only repeats what went wrong in a request beside it.
-        company: The requests that depend on it and on which it depends, or None.
-        given: The values of earlier traces of its session that it got.
-        rows_of: vLLM's id of the request whose rows the block sees.
-        has_edited: Whether its block has changed what a cache has seen.
-        most_in_step: How many requests, with it, the fullest of its steps has held.
-        last_step: The step that ends it at the latest; None where it waits to be collected.
-    """
-
-    request: str
-    trace: str
-    prompt_len: int
-    seat: int = 0
-    message: BlockMessage | None = None
-    worker: Worker | None = None
-    scope: Scope | None = None
-    before: dict[str, list[Before]] = field(default_factory=dict)
-    error: BaseException | None = None
-    is_echo: bool = False
-    company: Company | None = None
-    given: list[LazyRemoteTensor] = field(default_factory=list)
-    rows_of: str = ""
-    has_edited: bool = False
-    most_in_step: int = 0
-    last_step: int | None = None
-
-    def __post_init__(self) -> None:
-        self.rows_of = self.rows_of or self.request
-
-    @property
-    def is_over_early(self) -> bool:
-        """Whether its block has raised, or stopped the request."""
-        return self.error is not None or (self.worker is not None and self.worker.error is not None)
-
-    def cut_to(self, rows: Rows | None) -> None:
-        """Let the worker see these rows of the batch, or none."""
-        if self.worker is not None:
-            self.worker.cut = None if rows is None else TokenCut(rows)
-
-    def statistics(self) -> dict[str, Any]:
-        """Return what a report tells of its steps and its pulls."""
-        pulls = () if self.worker is None else tuple(self.worker.pulls.values())
-        return {"pulls": pulls, "most_in_step": self.most_in_step}
-
-    @property
-    def filename(self) -> str:
-        """The block's file."""
-        return self.message.block.filename if self.message is not None else ""
+    from nnsight_pp.interleave.worker import Worker
+    from nnsight_pp.wire.homeward import Homeward
 
 
 @final
@@ -175,7 +106,7 @@ class Ledger:
 
     def prepare(self, requests: list[tuple[str, str, int, bytes]]) -> None:
         """Do what `add` does before blocks run, with its first arguments; nobody is told yet."""
-        self._prepared = {one[0]: self._made(*one) for one in requests}
+        self._prepared.update({one[0]: self._made(*one) for one in requests})
 
     def _made(
         self,
@@ -191,19 +122,41 @@ class Ledger:
             # vLLM calls this in inference mode, whose tensors do not count their edits.
             with torch.inference_mode(False):
                 message = decode_block(data, self._object_of)
-            _name_module(message.names)
-            traced.before = states_of(message.names, set())
-            self._worker(traced, message, Scope(message.names), SavedSet())
+            self._begin(traced, message, set())
         except Exception as error:
             traced.error = error
         return traced
+
+    def prepare_parcel(self, parcel: list[TracedRequest], data: bytes) -> None:
+        """Do what `add` does before blocks run, for requests whose blocks came in one piece.
+
+        They share the objects around them; each change is told by the first that has the object.
+        """
+        known: set[int] = set()
+        try:
+            # vLLM calls this in inference mode, whose tensors do not count their edits.
+            with torch.inference_mode(False):
+                messages = decode_blocks(data, self._object_of)
+            for traced, message in zip(parcel, messages, strict=True):
+                traced.parcel = parcel
+                self._begin(traced, message, known)
+        except Exception as error:
+            for traced in parcel:
+                traced.error, traced.is_echo = error, traced is not parcel[0]
+        self._prepared.update({one.request: one for one in parcel})
+
+    def _begin(self, traced: TracedRequest, message: BlockMessage, known: set[int]) -> None:
+        """Make the worker of a block that shares no names with others."""
+        name_module(message.names)
+        traced.before = states_of(message.names, known)
+        self._worker(traced, message, Scope(message.names), SavedSet())
 
     def _worker(
         self, traced: TracedRequest, message: BlockMessage, scope: Scope, saves: SavedSet
     ) -> Worker:
         """Make the worker that runs the block of ``message`` for ``traced``."""
         traced.given = self._residents.take_given()
-        traced.worker = _worker_of(traced, message, scope, saves, self._switch)
+        traced.worker = worker_of(traced, message, scope, saves, self._switch)
         return traced.worker
 
     def add_member(
@@ -232,7 +185,7 @@ class Ledger:
             company.data = b""
             for traced, message in zip(members, messages, strict=True):
                 names = SiblingNames(company.blocks, traced.seat, message.frame)
-                _name_module(message.names)
+                name_module(message.names)
                 scope = Scope(names, message.names)
                 traced.before = states_of(message.names, known)
                 worker = self._worker(traced, message, scope, company.saves)
@@ -273,13 +226,22 @@ class Ledger:
         """Return the requests that the client's ``trace`` made, or all."""
         return [one for one in self._requests.values() if trace in (None, one.trace)]
 
-    def close(self, traced: TracedRequest, result: Any) -> Report:
-        """End ``traced`` and return this stage's report of it. `forget` it afterwards."""
+    def end(self, traced: TracedRequest, result: Any) -> None:
+        """Let the block of ``traced`` run to its end. `close` it afterwards."""
         try:
             if traced.worker is not None:
                 traced.worker.cut = WholeCut()  # what is left to read is the result, as it is
             self._turns.finish(traced.request, result)
-            report = self._report(traced, result, shipping_of([traced]))
+        except Exception:
+            traced.error = InternalError(traceback.format_exc())
+
+    def close(self, traced: TracedRequest, result: Any) -> Report:
+        """Return this stage's report of ``traced``, which has ended, as have all of its parcel.
+
+        `forget` it afterwards.
+        """
+        try:
+            report = self._report(traced, result, homeward_of(traced.parcel or [traced]))
         except Exception:
             failure = failure_of(InternalError(traceback.format_exc()), "", self._stage, 0)
             report = Report(traced.request, self._stage, traced.trace, failure=failure)
@@ -287,7 +249,7 @@ class Ledger:
 
     def report(self, traced: TracedRequest) -> Report:
         """Return this stage's report of ``traced``, whose block is over, and keep it as it is."""
-        return self._report(traced, object(), shipping_of([traced]))
+        return self._report(traced, object(), homeward_of([traced]))
 
     def close_company(self, company: Company, results: dict[str, Any]) -> list[Report]:
         """End the requests of ``company``, forget them, and return this stage's reports of them.
@@ -307,7 +269,7 @@ class Ledger:
             company.timeline.end()
             for traced in members:
                 self._turns.finish(traced.request, results.get(traced.trace))
-            ship = shipping_of(members)
+            ship = homeward_of(members)
             reports = [self._report(one, results.get(one.trace), ship) for one in members]
         except Exception:
             failure = failure_of(InternalError(traceback.format_exc()), "", self._stage, 0)
@@ -328,73 +290,42 @@ class Ledger:
         if traced.company is not None:
             self.companies.pop(traced.company.name, None)
 
-    def _report(self, traced: TracedRequest, result: Any, ship: SharedMap) -> Report:
-        worker, message, scope = traced.worker, traced.message, traced.scope
-        error = traced.error
-        own = {} if scope is None else scope.own()
-        sent = sent_home(traced, own, ship)
-        if error is None and worker is not None:
-            left = worker.randomness.left_dtype() if worker.randomness is not None else None
-            error = worker.error or edited(traced.given) or sent.refused or left
-        failure = None
-        if error is not None and not isinstance(error, EarlyStopException):
-            failed_at = worker.failed_at if worker is not None else 0
-            is_echo = worker.is_echo if worker is not None else False
-            is_echo = is_echo or (error is traced.error and traced.is_echo)
-            failure = failure_of(error, traced.filename, self._stage, failed_at, is_echo=is_echo)
-            if not failure.frames and worker is not None and worker.error_at is not None:
-                failure = replace(failure, frames=(worker.error_at.frame(),))
-        if worker is None or message is None or scope is None:
-            return Report(traced.request, self._stage, traced.trace, failure=failure)
-        return Report(
-            traced.request,
-            self._stage,
-            traced.trace,
-            sent.saved,
-            sent.grown,
-            failure,
-            () if failure is not None else tuple(worker.warnings),
-            trail=(worker.asked, worker.trail),
-            results=tuple(name for name in sent.saved if own[name] is result),
-            statistics=traced.statistics(),
-            kept={} if failure else self._residents.bound(message, traced.request, own, sent.saved),
-        )
+    def _report(self, traced: TracedRequest, result: Any, ship: Homeward) -> Report:
+        return _report_of(traced, result, ship, self._stage, self._residents)
 
 
-def _worker_of(
-    traced: TracedRequest, message: BlockMessage, scope: Scope, saves: SavedSet, switch: Switch
-) -> Worker:
-    """Make the worker that runs the block of ``message`` for ``traced``."""
-    traced.message, traced.scope = message, scope
-    message.block.show_in_tracebacks()
-    code = message.block.code()
-    slot = switch.new_slot(message.grad_enabled)
-    modules = modules_in(message.names)
-    # What it reaches through modules that it imports is not looked for.
-    draws, writes_raw = ANYTHING if modules else draws_and_mentions(code, message.names, WORDS)
-    for name in message.saved:
-        saves.mark(message.names[name])
-    worker = Worker(
+def _report_of(
+    traced: TracedRequest, result: Any, ship: Homeward, stage: int, residents: Residents
+) -> Report:
+    """Return what ``stage`` reports of ``traced``."""
+    worker, message, scope = traced.worker, traced.message, traced.scope
+    error = traced.error
+    own = {} if scope is None else scope.own()
+    sent = sent_home(traced, own, ship)
+    if error is None and worker is not None:
+        left = worker.randomness.left_dtype() if worker.randomness is not None else None
+        error = worker.error or edited(traced.given) or sent.refused or left
+    failure = None
+    if error is not None and not isinstance(error, EarlyStopException):
+        failed_at = worker.failed_at if worker is not None else 0
+        is_echo = worker.is_echo if worker is not None else False
+        is_echo = is_echo or (error is traced.error and traced.is_echo)
+        failure = failure_of(error, traced.filename, stage, failed_at, is_echo=is_echo)
+        if not failure.frames and worker is not None and worker.error_at is not None:
+            failure = replace(failure, frames=(worker.error_at.frame(),))
+    if worker is None or message is None or scope is None:
+        return Report(traced.request, stage, traced.trace, failure=failure)
+    return Report(
         traced.request,
-        lambda: exec(code, scope),
-        message.block.filename,
-        slot,
-        saves=saves,
-        randomness=Randomness(
-            message.seed + compat.sequence_of(traced.request),
-            python=draws.python,
-            numpy=draws.numpy,
-            dtype=message.dtype,
-            modules=modules,
-        ),
+        stage,
+        traced.trace,
+        sent.saved,
+        sent.grown,
+        failure,
+        () if failure is not None else tuple(worker.warnings),
+        trail=(worker.asked, worker.trail),
+        results=tuple(name for name in sent.saved if own[name] is result),
+        statistics=traced.statistics(),
+        kept={} if failure else residents.bound(message, traced.request, own, sent.saved),
+        homeward=ship,
     )
-    worker.writes_raw = writes_raw
-    worker.seat = traced.seat
-    worker.rows_of = traced.rows_of
-    return worker
-
-
-def _name_module(names: dict[str, Any]) -> None:
-    """Let classes of a block belong to a module that this rank has: dataclasses look theirs up."""
-    if names.get("__name__", "__main__") not in sys.modules:
-        names["__name__"] = "__main__"

@@ -7,7 +7,7 @@ object to the object itself.
 from __future__ import annotations
 
 import functools
-from collections import deque
+from collections import defaultdict, deque
 from enum import Enum
 from types import (
     BuiltinFunctionType,
@@ -28,9 +28,7 @@ from nnsight_pp.wire.odd_objects import ShownModule
 
 PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 # Never changed by a block, or the same on every side.
-LEFT_ALONE = (
-    *(Enum, ModuleType, CodeType, frozenset, range, slice, np.generic, RemoteValue, TreeNode),
-)
+LEFT_ALONE = (*(Enum, ModuleType, CodeType, range, slice, np.generic, RemoteValue, TreeNode),)
 # What these hold is found under names of Python's own.
 _HELD: tuple[tuple[type, tuple[str, ...]], ...] = (
     (MethodType, ("__self__", "__func__")),
@@ -40,6 +38,7 @@ _HELD: tuple[tuple[type, tuple[str, ...]], ...] = (
     (functools.partial, ("func", "args", "keywords")),
     (FunctionType, ("__defaults__", "__kwdefaults__", "__dict__")),
     (functools._lru_cache_wrapper, ("__wrapped__",)),
+    (defaultdict, ("default_factory",)),
 )
 HOLDERS = tuple(kind for kind, _ in _HELD)
 
@@ -65,6 +64,20 @@ class Nth(int):
     __slots__ = ()
 
 
+@final
+class NthKey(int):
+    """Which key of a dict, in a path."""
+
+    __slots__ = ()
+
+
+@final
+class Hidden(int):
+    """Which element of a set, in a path: nothing leads to it elsewhere."""
+
+    __slots__ = ()
+
+
 class Fields(dict[str, Any]):
     """The attributes of an object."""
 
@@ -77,11 +90,15 @@ def members_of(value: Any, was: Any) -> list[tuple[Any, Any]]:
     """Return what stands in ``value``, each with its place; ``was`` is what is known of it."""
     kind = type(value)
     if issubclass(kind, dict):
-        items = enumerate(value.items())
-        return [(key if _is_text(key) else Nth(at), one) for at, (key, one) in items]
+        found: list[tuple[Any, Any]] = []
+        for at, (key, one) in enumerate(value.items()):
+            found.append((key if is_text(key) else Nth(at), one))
+            if not is_text(key):
+                found.append((NthKey(at), key))
+        return found + _held_by(value, defaultdict)
     if issubclass(kind, (list, tuple, deque)):
         return list(enumerate(value))
-    found: list[tuple[Any, Any]] = []
+    found = []
     if type(was) is Fields:
         found += [(Field(name), member) for name, member in was.items()]
         if kind is not ShownModule:
@@ -91,10 +108,16 @@ def members_of(value: Any, was: Any) -> list[tuple[Any, Any]]:
     elif issubclass(kind, type) and was is not None:
         methods = [(name, one) for name, one in vars(value).items() if type(one) is FunctionType]
         return [(Field(name), one) for name, one in methods]
-    for holder, names in _HELD:
-        if issubclass(kind, holder) and (kind is not FunctionType or was is not None):
-            found += [(Field(name), getattr(value, name)) for name in names]
+    if kind is not FunctionType or was is not None:
+        found += _held_by(value, HOLDERS)
     return found
+
+
+def _held_by(value: Any, kinds: Any) -> list[tuple[Any, Any]]:
+    held = (names for holder, names in _HELD if isinstance(value, holder))
+    if not isinstance(value, kinds):
+        return []
+    return [(Field(name), getattr(value, name)) for names in held for name in names]
 
 
 def member_at(one: Any, place: Any) -> Any:
@@ -108,6 +131,8 @@ def member_at(one: Any, place: Any) -> Any:
         return getattr(one, place) if is_pythons else fields_of(one)[place]
     if type(place) is Nth:
         return list(one.values())[place]
+    if type(place) is NthKey:
+        return list(one)[place]
     return around_of(one)[place] if type(place) is Seen else one[place]
 
 
@@ -153,6 +178,6 @@ def fields_of(value: Any) -> Fields:
     return found
 
 
-def _is_text(key: Any) -> bool:
+def is_text(key: Any) -> bool:
     """Whether a dict finds by ``key`` what it has under an equal one."""
-    return type(key) in PLAIN or (type(key) is tuple and all(map(_is_text, key)))
+    return type(key) in PLAIN or (type(key) is tuple and all(map(is_text, key)))

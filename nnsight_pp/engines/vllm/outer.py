@@ -32,10 +32,13 @@ from nnsight_pp.engines.vllm.members import (
     HOLDERS,
     LEFT_ALONE,
     PLAIN,
-    Around,
+    Field,
+    Fields,
+    Hidden,
     around_of,
     fields_of,
     has_fields,
+    is_text,
     members_of,
 )
 from nnsight_pp.errors import NotSupportedError, explain
@@ -57,6 +60,10 @@ _LOOKED_INTO = (
 _PACKAGES = frozenset({__name__.partition(".")[0], "vllm", "transformers", "tokenizers", "torch"})
 
 
+# They may have attributes beside what they hold.
+_CONTENT = (list, dict, set, deque, bytearray, torch.Tensor, np.ndarray)
+
+
 class Before(NamedTuple):
     """One object as it was before the block.
 
@@ -65,11 +72,13 @@ class Before(NamedTuple):
             `Field`s and names that a function has `Seen`.
         now: The object, which the block may change.
         was: A copy of what is compared, or the checksum of a tensor or an array.
+        kind: Its class.
     """
 
     path: tuple[Any, ...]
     now: Any
     was: Any
+    kind: type
 
 
 def states_of(names: dict[str, Any], known: set[int]) -> dict[str, list[Before]]:
@@ -81,48 +90,72 @@ def states_of(names: dict[str, Any], known: set[int]) -> dict[str, list[Before]]
 
     Cost: a look at each member of each container and object in ``names``.
     """
-    found = {}
+    found: dict[str, list[Before]] = {}
+    hidden: list[tuple[str, Any, Any]] = []
     for name, value in names.items():
-        states: list[Before] = []
         if name != "__builtins__":
-            _note(value, (), known, states)
-        if states:
-            found[name] = states
-    return found
+            found[name] = states = []
+            hidden += [(name, *one) for one in _note(value, (), known, states)]
+    # Last, as another name may lead to them.
+    for name, path, value in hidden:
+        _note(value, path, known, found[name])
+    return {name: states for name, states in found.items() if states}
 
 
-def home_of(trace: str, before: dict[str, list[Before]]) -> dict[int, FromHome]:
-    """Return, by id, what stands for each object that came with the block of ``trace``."""
-    return {
-        id(one.now): FromHome(trace, name, one.path)
+def home_of(trace: str, before: dict[str, list[Before]]) -> list[tuple[FromHome, Any]]:
+    """Return each object that came with the block of ``trace``, with what stands for it."""
+    return [
+        (FromHome(trace, name, one.path), one.now)
         for name, states in before.items()
         for one in states
-    }
+        if not _is_hidden(one)
+    ]
 
 
-def _note(value: Any, path: tuple[Any, ...], known: set[int], states: list[Before]) -> None:
+def _is_hidden(one: Before) -> bool:
+    return any(type(place) is Hidden for place in one.path)
+
+
+def _note(
+    value: Any, path: tuple[Any, ...], known: set[int], states: list[Before]
+) -> list[tuple[tuple[Any, ...], Any]]:
+    """Note ``value`` and what stands in it; return the elements of sets, with their paths."""
     kind = type(value)
     if kind in PLAIN or id(value) in known:
-        return
+        return []
     if issubclass(kind, LEFT_ALONE) and kind is not ShownModule:
-        return
+        return []
     known.add(id(value))
     was = _state(value, kind)
     if was is not None:
-        states.append(Before(path, value, was))
-    for place, member in members_of(value, was):
+        states.append(Before(path, value, was, kind))
+    members = members_of(value, was)
+    if issubclass(kind, _CONTENT) and type(getattr(value, "__dict__", None)) is dict:
+        # What the user's own kind of a list has beside its items, and what is set on a tensor.
+        beside = Fields(value.__dict__)
+        states.append(Before(path, value, beside, kind))
+        members += [(Field(name), member) for name, member in beside.items()]
+    found: list[tuple[tuple[Any, ...], Any]] = []
+    if issubclass(kind, (set, frozenset)):
+        found = [((*path, Hidden(at)), one) for at, one in enumerate(value)]
+    for place, member in members:
         if type(member) not in PLAIN:
-            _note(member, (*path, place), known, states)
+            found += _note(member, (*path, place), known, states)
+    return found
 
 
 class _Content(NamedTuple):
-    """What a tensor or an array holds, but for which of 4 billion contents it is."""
+    """What a tensor or an array holds, but for which of 4 billion contents it is.
+
+    ``flag`` says whether a tensor of its own wants a gradient, and whether an array may be written.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
     version: int
     checksum: int
     grad: Any = None
+    flag: bool = False
 
 
 class _Pickled(bytes):
@@ -134,21 +167,21 @@ def _state(value: Any, kind: type) -> Any:
     if issubclass(kind, torch.Tensor):
         return _content_of_tensor(value)
     if issubclass(kind, type):
-        return _pickled(value) if _is_of_the_user(value) else None
+        return _pickled(value) if is_of_the_user(value) else None
     if issubclass(kind, np.ndarray) and not value.dtype.hasobject:
         return _content_of_array(value)
     if issubclass(kind, (list, dict, set, deque, bytearray, np.ndarray)):
         return value.copy()
     if issubclass(kind, FunctionType):
-        return around_of(value) if _is_of_the_user(value) else None
-    if issubclass(kind, (tuple, *HOLDERS)):
+        return around_of(value) if is_of_the_user(value) else None
+    if issubclass(kind, (tuple, frozenset, *HOLDERS)):
         return None
     if kind is ShownModule:
         return fields_of(value)
     package = kind.__module__.partition(".")[0]
     if package in _PACKAGES and not issubclass(kind, (*_LOOKED_INTO, torch.Generator)):
         return None
-    is_known = issubclass(kind, (SimpleNamespace, *_LOOKED_INTO)) or _is_of_the_user(kind)
+    is_known = issubclass(kind, (SimpleNamespace, *_LOOKED_INTO)) or is_of_the_user(kind)
     if _pickles_itself(kind) and not is_known:
         return _pickled(value)
     return fields_of(value) if has_fields(value) else _pickled(value)
@@ -162,16 +195,19 @@ def _content_of_tensor(value: torch.Tensor) -> _Content:
         checksum = zlib.crc32(whole.view(-1).view(torch.uint8).numpy())
     grad = value.grad if value.is_leaf else None
     of_grad = None if grad is None else _content_of_tensor(grad)
-    return _Content(tuple(value.shape), value.dtype, value._version, checksum, of_grad)
+    flag = value.is_leaf and value.requires_grad
+    return _Content(tuple(value.shape), value.dtype, value._version, checksum, of_grad, flag)
 
 
 def _content_of_array(value: Any) -> _Content:
     is_plain = type(value) is np.ndarray and value.flags.c_contiguous and value.dtype.itemsize
     data = value.reshape(-1).view(np.uint8) if is_plain else value.tobytes()
-    return _Content(value.shape, value.dtype, 0, zlib.crc32(data))
+    flag = bool(value.flags.writeable)
+    return _Content(value.shape, value.dtype, 0, zlib.crc32(data), None, flag)
 
 
-def _is_of_the_user(kind: Any) -> bool:
+def is_of_the_user(kind: Any) -> bool:
+    """Whether a class or a function is of the user's own code."""
     module = sys.modules.get(kind.__module__)
     return module is None or kind.__module__ == "__main__" or is_users(module)
 
@@ -205,18 +241,28 @@ def change_of(states: list[Before]) -> list[tuple[tuple[Any, ...], Any]]:
     Raises:
         NotSupportedError: One has changed that cannot be brought home.
     """
-    changes = ((one.path, _change(one.was, one.now)) for one in states)
-    return [(path, change) for path, change in changes if change is not None]
+    found = []
+    for one in states:
+        change = _change(one.was, one.now)
+        if type(one.now) is not one.kind or (change is not None and _is_hidden(one)):
+            raise unknown(one.now)
+        if change is not None:
+            found.append((one.path, change))
+    return found
 
 
 def _change(before: Any, after: Any) -> Any:
     """Return how an object has changed, or None.
 
     A list: ``("list", {index: item}, tail)``, or ``("list=", items)`` when it got shorter. A
-    tensor: ``("tensor", [itself], [its gradient])``, a list being empty where that is the same.
+    tensor: ``("tensor", [itself], [its gradient], [whether it wants one])``, a list being empty
+    where that is the same.
     """
     if isinstance(before, _Content):
         return _change_of_content(before, after)
+    if type(before) is Fields:
+        changed, gone = _changed(before, fields_of(after))
+        return ("fields", changed, gone) if changed or gone else None
     if isinstance(after, list):
         if len(after) < len(before):
             return ("list=", list(after))
@@ -227,10 +273,12 @@ def _change(before: Any, after: Any) -> Any:
         return ("list", slots, list(tail)) if slots or tail else None
     if isinstance(after, dict):
         changed, gone = _changed(before, after)
+        order = _order(before, after)
         # As pairs: a key may be an object that has come from home, such as a parameter.
-        return ("dict", list(changed.items()), gone) if changed or gone else None
+        changes = ("dict", list(changed.items()), gone, order)
+        return changes if changed or gone or order else None
     if isinstance(after, set):
-        return ("set", sorted(after, key=repr)) if after != before else None
+        return _change_of_set(before, after)
     if isinstance(after, deque):
         is_same = len(after) == len(before) and all(map(_is, after, before))
         return None if is_same else ("items", list(after))
@@ -240,9 +288,29 @@ def _change(before: Any, after: Any) -> Any:
         return _change_of_array(before, after)
     if type(before) is _Pickled:
         return None if _pickled(after) in (before, None) else ("drawn", _state_of_drawing(after))
-    is_function = type(before) is Around
-    changed, gone = _changed(before, around_of(after) if is_function else fields_of(after))
-    return ("around" if is_function else "fields", changed, gone) if changed or gone else None
+    changed, gone = _changed(before, around_of(after))
+    return ("around", changed, gone) if changed or gone else None
+
+
+def _order(before: dict[Any, Any], after: dict[Any, Any]) -> list[Any]:
+    """Return the keys of ``after`` where they are not those of ``before`` and then the new ones."""
+    usual = [*(key for key in before if key in after), *(key for key in after if key not in before)]
+    return [] if all(map(_is_same_key, usual, after)) else list(after)
+
+
+def _is_same_key(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and is_text(one) and one == other)
+
+
+def _change_of_set(before: set[Any], after: set[Any]) -> Any:
+    """Return how a set has changed: what was added and removed, or all that it holds."""
+    removed, added = before - after, after - before
+    if not removed and not added:
+        is_same = set(map(type, before)) == set(map(type, after))
+        return None if is_same else ("set=", sorted(after, key=repr))
+    if not all(map(is_text, removed)):
+        return "set=", sorted(after, key=repr)
+    return "set", sorted(added, key=repr), sorted(removed, key=repr)
 
 
 def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> tuple[dict[Any, Any], list[Any]]:
@@ -264,10 +332,13 @@ def _change_of_content(before: _Content, after: Any) -> Any:
     now = _content_of_tensor(after) if is_tensor else _content_of_array(after)
     if now == before:
         return None
+    if not is_tensor and now.flag != before.flag:
+        raise unknown(after)
     if not is_tensor:
         return ("array", after)
-    elements = [] if now._replace(grad=before.grad) == before else [after]
-    return ("tensor", elements, [] if now.grad == before.grad else [after.grad])
+    elements = [] if now._replace(grad=before.grad, flag=before.flag) == before else [after]
+    grads = [] if now.grad == before.grad else [after.grad]
+    return ("tensor", elements, grads, [] if now.flag == before.flag else [now.flag])
 
 
 def _change_of_array(before: Any, after: Any) -> Any:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from nnsight_pp.core.location import Location
     from nnsight_pp.engines.vllm.compat import Scheduled
-    from nnsight_pp.engines.vllm.ledger import TracedRequest
+    from nnsight_pp.engines.vllm.traced_request import TracedRequest
 
 
 def behind_caches(order: Sequence[Location], caching: Collection[str]) -> frozenset[Location]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from nnsight_pp.core.report import Report
     from nnsight_pp.wire.block_codec import BlockMessage
+    from nnsight_pp.wire.merge import Home
 
 
 # Names and attributes by which a block may read a clock.
@@ -31,13 +32,16 @@ _RANKS = _CLOCKS | {
 _PARTS = frozenset({"local"})
 
 
-def merged(reports: Sequence[Report], message: BlockMessage, precision: float) -> Report:
+def merged(
+    reports: Sequence[Report], message: BlockMessage, precision: float, home: Home
+) -> Report:
     """Make one report of what the ranks say of the block of ``message``.
 
     Args:
         reports: One from each rank.
         message: The block.
         precision: The relative precision of the model's values.
+        home: Knows the client's own objects.
     """
 
     def looks_up(words: frozenset[str]) -> bool:
@@ -48,15 +52,21 @@ def merged(reports: Sequence[Report], message: BlockMessage, precision: float) -
         message.block,
         partial(Comparison, precision, partial(looks_up, _CLOCKS), partial(looks_up, _RANKS)),
         partial(looks_up, _PARTS),
+        home,
     )
 
 
-def by_sequence(reports: Sequence[Report], message: BlockMessage, precision: float) -> list[Report]:
+def by_sequence(
+    reports: Sequence[Report], message: BlockMessage, precision: float, home: Home
+) -> list[Report]:
     """Merge what the ranks say of a prompt's sequences: one report each, in their order."""
     found: dict[str, list[Report]] = {}
     for report in reports:
         found.setdefault(report.request, []).append(report)
-    return [merged(found[one], message, precision) for one in sorted(found, key=compat.sequence_of)]
+    return [
+        merged(found[one], message, precision, home)
+        for one in sorted(found, key=compat.sequence_of)
+    ]
 
 
 def bound_by(

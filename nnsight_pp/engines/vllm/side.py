@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nnsight_pp.core.report import Report
-    from nnsight_pp.engines.vllm.ledger import Ledger, TracedRequest
+    from nnsight_pp.engines.vllm.ledger import Ledger
     from nnsight_pp.engines.vllm.points import Points
+    from nnsight_pp.engines.vllm.traced_request import TracedRequest
     from nnsight_pp.interleave.interleaver import Interleaver
     from nnsight_pp.parallel.gloo_link import GlooLink
     from nnsight_pp.parallel.place import Place
@@ -300,6 +301,11 @@ def _closed(
     """Close the requests of some traces; return the reports, and who is to be forgotten yet."""
     reports: list[Report] = []
     ended: list[TracedRequest] = []
+    # What one has changed another may have to tell: all end before any is reported on.
+    for trace, value in values.items():
+        for traced in ledger.requests(trace):
+            if traced.company is None:
+                ledger.end(traced, value)
     for trace, value in values.items():
         known = ledger.requests(trace)
         reports += [] if known else blame.reports(trace, place.stage)

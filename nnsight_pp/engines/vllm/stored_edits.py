@@ -1,7 +1,8 @@
 """`model.edit()` on an engine: stored blocks, which run first in every request of this client.
 
 The client keeps the blocks, and sends with each request those that it uses: there each is a block
-of its own, beside the same rows, served before the request's own block. Nothing is stored on the
+of its own, beside the same rows, served before the request's own block. Where they share an object
+that one of them changes, it is one on the ranks, or they are refused. Nothing is stored on the
 ranks, so requests of others are left alone.
 """
 
@@ -16,17 +17,15 @@ import torch
 
 from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
-from nnsight_pp.engines.vllm.homecoming import at_home, located, make_change
 from nnsight_pp.engines.vllm.message import encoded
-from nnsight_pp.engines.vllm.root import name_of
-from nnsight_pp.engines.vllm.sequences import merged
+from nnsight_pp.engines.vllm.touched import Touched, leads_to
 from nnsight_pp.envoys.cache_view import CacheView
-from nnsight_pp.errors import ConfigurationError, InternalError, NotSupportedError, explain
+from nnsight_pp.errors import ConfigurationError, NotSupportedError, Where, explain
 from nnsight_pp.trace.raised import exception_of
 from nnsight_pp.wire.block_codec import BlockMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from nnsight_pp.core.report import Report
     from nnsight_pp.envoys.edits import Edit
@@ -116,10 +115,12 @@ class RequestEdits:
     Attributes:
         messages: The blocks, each under a name of its own.
         saves: What they have saved, once the run is over.
+        is_boarded_together: Whether they and the request's own block went in one piece.
     """
 
     messages: list[BlockMessage]
     saves: dict[str, Any] = field(default_factory=dict)
+    is_boarded_together: bool = False
 
     @classmethod
     def of(cls, trace: str, edits: Iterable[Edit]) -> RequestEdits:
@@ -145,12 +146,51 @@ class RequestEdits:
         """Return the names under which the ranks report on them."""
         return [message.trace for message in self.messages]
 
-    def board(self, params: Any, root: Envoy) -> None:
+    def shares_with(self, own: BlockMessage | None, *, may_share: bool) -> bool:
+        """Whether one of the blocks may see what another, or ``own``, does to an object.
+
+        Args:
+            own: The request's own block, or None.
+            may_share: Whether it can. Blocks run ahead of the model where another stage computes
+                what they ask for, so only those of one stage do things in the order of the model.
+
+        Raises:
+            NotSupportedError: They do, and cannot.
+        """
+        blocks = [*self.messages, *([] if own is None else [own])]
+        if len(blocks) < 2:
+            return False
+        touched = [Touched.of(one) for one in blocks]
+        for number, (block, one) in enumerate(zip(blocks, touched, strict=True)):
+            for other in touched[:number]:
+                shared = one.shared_with(other)
+                if shared and not may_share:
+                    raise _shared(block, shared)
+                if shared:
+                    return True
+        return False
+
+    def board(
+        self,
+        params: Any,
+        own: BlockMessage | None,
+        name_of: Callable[[Any], Any],
+        *,
+        together: bool = False,
+    ) -> None:
         """Let ``params``, vLLM's sampling parameters, carry the blocks.
+
+        Args:
+            params: The request's.
+            own: The request's own block, or None.
+            name_of: Returns what stands for an object that exists on both sides, or None.
+            together: Whether they share objects. Then the own block goes with them in one piece,
+                and what is one object in several is one on the ranks.
 
         Raises:
             NotSupportedError: More than one sequence is asked for.
         """
+        self.is_boarded_together = together
         if not self.messages:
             return
         if params.n != 1:
@@ -161,34 +201,47 @@ class RequestEdits:
                     todo="Use one `tracer.invoke(prompt, seed=...)` for each sequence.",
                 )
             )
-        data = [
-            (message.trace, encoded(message, lambda obj: name_of(root, obj)))
-            for message in self.messages
-        ]
+        beside = [] if own is None else [own]
+        parcels = [[*self.messages, *beside]] if together else [[one] for one in self.messages]
+        data = [([one.trace for one in of], encoded(of, name_of)) for of in parcels]
         # A request without a block of its own is to be scheduled as one with a block.
         no_block = pickle.dumps(("", None, None, None))
         extra = {compat.PAYLOAD: no_block, **(params.extra_args or {})}
-        params.extra_args = {**extra, compat.EDITS: pickle.dumps(data)}
+        params.extra_args = {**extra, compat.EDITS: pickle.dumps((self.traces(), data))}
 
-    def settle(
-        self, reports: dict[str, list[Report]], root: Envoy, precision: float
-    ) -> BaseException | None:
-        """Take in what the blocks saved and changed; return the first exception of one."""
+    def settle(self, reports: dict[str, list[Report]], root: Envoy) -> BaseException | None:
+        """Take in what the blocks saved; return the first exception of one.
+
+        Args:
+            reports: By trace, merged and with the client's own objects.
+            root: The model.
+        """
         first: BaseException | None = None
         for message in self.messages:
-            if message.trace not in reports:
-                raise InternalError(f"no stage reported on trace {message.trace}")
-            report = merged(reports[message.trace], message, precision)
-            report = at_home([message], {"": [report]})[""][0]
+            (report,) = reports[message.trace]
             self.saves.update(report.saved)
             for leaf in leaves((report.saved, report.grown)):
                 if isinstance(leaf, CacheView):
                     leaf.belongs_to(root)
-            for name, changes in report.grown.items():
-                for target, change in located(message.names[name], changes):
-                    make_change(target, change)
             for text in report.warnings:
                 warnings.warn(text, UserWarning, stacklevel=8)
             if report.failure is not None and first is None:
                 first = exception_of(report.failure)
         return first
+
+
+def _shared(block: BlockMessage, keys: set[Any]) -> NotSupportedError:
+    """Return the error for ``block``, which shares the objects of ``keys`` with a stored edit."""
+    name = next((name for name, one in block.names.items() if leads_to(one, keys)), None)
+    line = None if name is None else block.block.line_naming(name)
+    what = "An object" if name is None else f"What {name!r} leads to"
+    return NotSupportedError(
+        explain(
+            f"{what} is changed in a stored edit or a block, and used in another of the request.",
+            where=None if line is None else Where(block.block.filename, line),
+            why="On several stages, and in invokes that share names, blocks run ahead of the "
+            "model, so they would not see each other's changes in its order.",
+            todo="Do both in one block, or save the value in the edit and read it in "
+            "`output.saves`.",
+        )
+    )

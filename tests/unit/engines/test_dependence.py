@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter, deque
 from typing import Any
 
 import torch
 
+from nnsight_pp.core.block import Block
+from nnsight_pp.core.saved import SavedSet
 from nnsight_pp.engines.vllm.dependence import companies_of
-from nnsight_pp.trace.tracer import Tracer
+from nnsight_pp.trace.names import Names
+from nnsight_pp.trace.tracer import Invocation, Tracer
 
 
 class Collected:
@@ -21,6 +25,13 @@ class Collected:
             self.companies = companies_of(invocations)
 
         return Tracer(run, (), {}, has_input=False)
+
+    def of(self, line: str, names: dict[str, Any]) -> list[list[int]]:
+        """Return who depends on whom of two invokes with that line."""
+        block = Block("user.py", 3, f"    {line}\n", "run")
+        return companies_of(
+            [Invocation((), {}, block, Names((names,)), SavedSet()) for _ in range(2)]
+        )
 
 
 def test_a_name_of_an_earlier_invoke() -> None:
@@ -126,3 +137,82 @@ def test_a_user_object_that_holds_a_value() -> None:
         with tracer.invoke("b"):
             again = holder.value
     assert found.companies == [[0, 1]]
+
+
+class Noting:
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    def note(self, value: Any) -> None:
+        self.rows.append(value)
+
+    def shape(self) -> int:
+        return len(self.rows)
+
+
+def test_two_that_change_what_cannot_be_put_together() -> None:
+    found = Collected()
+    tensor, waiting, numbers = torch.zeros(2), deque([1]), torch.Generator()
+    for shared, change in (
+        (tensor, "x[0] = 1"),
+        (waiting, "x.append(1)"),
+        (numbers, "torch.rand(1, generator=x)"),
+        (Counter(), "x.update('a')"),
+    ):
+        companies = found.of(change, {"x": shared, "torch": torch})
+        assert companies == [[0, 1]], change
+    for shared, add in (([], "x.append(1)"), (set(), "x.add(1)"), ({}, "x['a'] = 1")):
+        assert found.of(add, {"x": shared}) == [], add
+
+
+def test_what_leads_to_one_object() -> None:
+    found = Collected()
+    board: dict[str, list[Any]] = {"rows": []}
+    rows, tensor, keeper = board["rows"], torch.zeros(3), Noting()
+    part, array = tensor[1:], tensor.numpy()
+    with found.trace() as tracer:
+        with tracer.invoke("a"):
+            board["rows"].append(1)
+        with tracer.invoke("b"):
+            n = len(rows)
+        with tracer.invoke("c"):
+            part[0] = 1
+        with tracer.invoke("d"):
+            m = float(array[1])
+        with tracer.invoke("e"):
+            keeper.note(1)
+        with tracer.invoke("f"):
+            k = keeper.shape()
+    assert found.companies == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_functions_that_change_something_around_themselves() -> None:
+    found, state, rows = Collected(), {"n": 0}, []
+    number = 0
+
+    def up() -> int:
+        state["n"] += 1
+        return state["n"]
+
+    def count() -> int:
+        nonlocal number
+        number += 1
+        return number
+
+    def note(value: Any) -> None:
+        rows.append(value)
+
+    with found.trace() as tracer:
+        with tracer.invoke("a"):
+            x = up()
+        with tracer.invoke("b"):
+            x = up()
+        with tracer.invoke("c"):
+            x = count()
+        with tracer.invoke("d"):
+            x = count()
+        with tracer.invoke("e"):
+            note(1)
+        with tracer.invoke("f"):
+            note(2)
+    assert found.companies == [[0, 1], [2, 3]]

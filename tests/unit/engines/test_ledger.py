@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 from nnsight_pp.core.block import Block
 from nnsight_pp.core.location import Location
 from nnsight_pp.engines.vllm.ledger import Ledger
+from nnsight_pp.engines.vllm.traced_request import TracedRequest
 from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.clock import StepClock
 from nnsight_pp.interleave.interleaver import Interleaver
@@ -21,7 +22,7 @@ from nnsight_pp.interleave.worker import current_worker
 from nnsight_pp.parallel.lazy import LazyRemoteTensor
 from nnsight_pp.parallel.memory_link import MemoryFabric, MemoryLink
 from nnsight_pp.parallel.owners import StageMap
-from nnsight_pp.wire.block_codec import BlockMessage, encode_block
+from nnsight_pp.wire.block_codec import BlockMessage, encode_block, encode_blocks
 
 FAR = Location("far", "output")
 
@@ -100,3 +101,35 @@ def test_a_global_name_that_a_function_binds_and_the_block_looks_up(text: str, i
         fabric.close()
     assert (report.failure is not None) == is_refused
     assert report.failure is None or "bind_anew has bound the global name" in report.failure.text
+
+
+def test_blocks_of_one_parcel_share_their_objects_and_each_change_is_told_once():
+    turns, ledger = a_rank(MemoryFabric(2, lambda value, _: value, lambda value: value))
+    log: list[str] = []
+    texts = {"edit": "log.append('edit')", "own": "seen = len(log).save(); log.append('own')"}
+    messages = [
+        BlockMessage(name, Block("user.py", 1, f"    {text}\n", "run"), {"log": log})
+        for name, text in texts.items()
+    ]
+    parcel = [TracedRequest(name, name, 1) for name in texts]
+    ledger.prepare_parcel(parcel, encode_blocks(messages, lambda _: None))
+    for name in texts:
+        ledger.add(name, name, 1, b"")
+        turns.open_step(name, 0)
+    for traced in parcel:
+        ledger.end(traced, None)
+    edit, own = (ledger.close(traced, None) for traced in parcel)
+    assert (own.saved, own.grown) == ({"seen": 1}, {})
+    assert edit.grown == {"log": [((), ("list", {}, ["edit", "own"]))]}
+    for traced in parcel:
+        ledger.forget(traced)
+
+
+def test_a_parcel_that_cannot_be_read_fails_all_of_its_requests():
+    _, ledger = a_rank(MemoryFabric(2, lambda value, _: value, lambda value: value))
+    parcel = [TracedRequest(name, name, 1) for name in ("edit", "own")]
+    ledger.prepare_parcel(parcel, b"no pickle")
+    found = [ledger.close(ledger.add(one.request, one.trace, 1, b""), None) for one in parcel]
+    assert [one.failure.is_echo for one in found if one.failure is not None] == [False, True]
+    for traced in parcel:
+        ledger.forget(traced)

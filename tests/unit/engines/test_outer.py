@@ -17,36 +17,44 @@ import numpy as np
 import pytest
 import torch
 
-from nnsight_pp.core.block import Block
+from nnsight_pp.core.block import Block, Scope
 from nnsight_pp.core.report import Report
-from nnsight_pp.engines.vllm.homecoming import at_home, located, make_change
+from nnsight_pp.engines.vllm.homebound import of_change
+from nnsight_pp.engines.vllm.homecoming import located, make_change, own_of
 from nnsight_pp.engines.vllm.outer import change_of, home_of, states_of
 from nnsight_pp.errors import NotSupportedError
 from nnsight_pp.wire.block_codec import BlockMessage, decode_block, encode_block
-from nnsight_pp.wire.report_codec import shipping
-from nnsight_pp.wire.value_codec import from_bytes, to_bytes
+from nnsight_pp.wire.homeward import Homeward
+from nnsight_pp.wire.merge import Home, merge_reports
+from nnsight_pp.wire.report_codec import encoded
+from nnsight_pp.wire.value_codec import from_bytes, in_one_piece
 
 
-def brought_home(names: dict[str, Any], block: str) -> dict[str, Any]:
-    """Run ``block`` on a copy of ``names``, as a rank does; return ``names`` with its changes."""
+def brought_home(names: dict[str, Any], block: str, saved: str = "") -> dict[str, Any]:
+    """Run ``block`` on a copy of ``names``, as a rank does; return ``names`` with its changes.
+
+    The names of ``saved`` are added to them, as they come home.
+    """
     message = BlockMessage("t", Block("user.py", 3, f"    {block}\n", "run"), names)
     theirs = decode_block(encode_block(message, lambda obj: None), lambda name: None).names
     states = states_of(theirs, set())
-    exec(block, {}, theirs)
-    ship = shipping(home_of("t", states))
+    scope = Scope(theirs)
+    exec(block, scope)
+    homeward = Homeward(home_of("t", states))
+    kept = {name: homeward(scope[name]) for name in saved.split()}
     grown = {
-        name: [
-            (path, one if one[0] in ("tensor", "array") else ship(one))
-            for path, one in change_of(before)
-        ]
+        name: [(path, of_change(one, homeward)) for path, one in change_of(before)]
         for name, before in states.items()
     }
-    report = from_bytes(to_bytes(Report("r", 0, "t", grown=grown)))
-    report = at_home([replace(message, names=names)], {"t": [report]})["t"][0]
+    report = Report("r", 0, "t", saved=kept, grown=grown, homeward=homeward)
+    own = own_of([replace(message, names=names)])
+    back = from_bytes(in_one_piece(*encoded([report])), own)
+    report = merge_reports(back, home=Home(own))
+    assert report.failure is None
     changes = [one for name in grown for one in located(names[name], report.grown[name])]
     for target, change in changes:
         make_change(target, change)
-    return names
+    return {**names, **report.saved}
 
 
 @dataclass
@@ -87,6 +95,25 @@ class Slots:
         )
 
 
+class Key:
+    """One like any other."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Key) and self.rows == other.rows
+
+    def __hash__(self) -> int:
+        return 3
+
+
+class Unlike:
+    """In a set by its identity."""
+
+    value = 0
+
+
 class Guarded:
     """Counts what is set through its property, which must not happen twice."""
 
@@ -108,6 +135,19 @@ class Guarded:
 
 Pair = namedtuple("Pair", "first second")
 
+
+class Labelled(list[Any]):
+    """A list with attributes."""
+
+    label = ""
+
+
+def labelled(*items: Any) -> Labelled:
+    made = Labelled(items)
+    made.label = "before"
+    return made
+
+
 CHANGES = {
     "a list of an object": ("one.rows.append(3)", {"one": Store([1])}),
     "an attribute": ("one.best = 4", {"one": Store()}),
@@ -125,6 +165,15 @@ CHANGES = {
     "a counter": ("one['a'] += 2; one['b'] += 1", {"one": Counter(a=1)}),
     "a dict with defaults": ("one['a'].append(1); one['b'].append(2)", {"one": defaultdict(list)}),
     "an ordered dict": ("one['b'] = 2; del one['a']", {"one": OrderedDict(a=1)}),
+    "the order of a dict": ("one['a'] = one.pop('a')", {"one": {"a": 1, "b": 2}}),
+    "another key that is equal": ("del one[1]; one[True] = 2", {"one": {1: 2}}),
+    "another element that is equal": ("one.clear(); one.add(True)", {"one": {1}}),
+    "an element less": ("one.discard(1); one.add(3)", {"one": {1, 2}}),
+    "a list with attributes": (
+        "one.label = 'x'; one.more = [1]; one.append(2)",
+        {"one": labelled(1)},
+    ),
+    "a key that is an object": ("next(iter(one)).rows.append(1)", {"one": {Key(): 1}}),
     "a deque": ("one.appendleft(0); one[1].append(4)", {"one": deque([[1], 2], maxlen=5)}),
     "bytes": ("one.extend(b'cd'); one[0] = 65", {"one": bytearray(b"ab")}),
     "a list in a named tuple": ("one.second.append(3)", {"one": Pair(1, [2])}),
@@ -149,6 +198,8 @@ def test_change_is_made_at_home_as_on_the_rank(block: str, names: dict[str, Any]
     exec(block, {}, expected)
     found = brought_home(names, block)
     assert {name: found[name] for name in names} == {name: expected[name] for name in names}
+    shown, wanted = (repr([of[name] for name in names]) for of in (found, expected))
+    assert shown == wanted or "object at" in shown, "the order too"
 
 
 def test_the_users_own_inner_objects_are_changed():
@@ -229,6 +280,10 @@ def test_the_weight_of_a_probe_is_edited_in_place():
         ("one.total += 1", Total),
         ("type(one).total += 1", Total()),
         ("one.rows.shape = (2, 1)", Store(np.zeros(2))),  # pyright: ignore[reportArgumentType]
+        ("one.__class__ = type('Other', (), {})", Guarded()),
+        ("for each in one: each.value = 3", {Unlike()}),
+        ("for each in one: each.value = 3", frozenset([Unlike()])),
+        ("one.flags.writeable = False", np.zeros(2)),
     ],
 )
 def test_what_cannot_be_brought_home_is_refused(block: str, value: Any):
@@ -343,6 +398,70 @@ def test_an_array_and_a_tensor_of_one_memory_are_edited_as_one():
     names = {"one": array, "two": Store(torch.from_numpy(array)[1:])}  # pyright: ignore[reportArgumentType]
     brought_home(names, "one[1] = 5; two.rows[1] = one[1] + two.rows[0]")
     assert array.tolist() == [0.0, 5.0, 10.0, 0.0]
+
+
+def test_what_is_saved_shows_the_users_own_memory():
+    tensor, array = torch.zeros(4), np.zeros(4)
+    fields = np.zeros(2, dtype=[("x", "<i4"), ("y", "<f8")])
+    names = {"one": tensor, "two": array, "three": fields, "torch": torch, "Store": Store}
+    block = (
+        "a = one[1:]; b = one.view(2, 2).T; c = two[::-1]; d = torch.from_numpy(two); "
+        "e = one.numpy(); f = one.view(torch.uint8); g = three['y']; h = Store([one[2:]]); "
+        "i = three[1:]; a[0] = 3"
+    )
+    found = brought_home(names, block, "a b c d e f g h i")
+    assert tensor.tolist() == [0.0, 3.0, 0.0, 0.0]
+    tensor[2], array[0], fields[1] = 5, 7, (1, 2.0)
+    assert (found["a"].tolist(), found["b"].tolist()) == ([3.0, 5.0, 0.0], [[0.0, 5.0], [3.0, 0.0]])
+    assert (found["c"][-1], found["d"][0], found["e"][2], found["g"][1]) == (7, 7, 5, 2.0)
+    assert found["f"][8:12].view(torch.float32).item() == 5
+    assert (found["h"].rows[0][0], found["i"][0].tolist()) == (5, (1, 2.0))
+
+
+def test_what_shows_no_memory_of_home_is_a_copy():
+    tensor = torch.zeros(4)
+    found = brought_home(
+        {"one": tensor}, "a = one[1:].clone(); b = one[1:] + 0; c = one[:0]", "a b c"
+    )
+    tensor[2] = 5
+    assert [found[name].tolist() for name in "abc"] == [[0.0] * 3, [0.0] * 3, []]
+
+
+def test_what_is_pickled_as_it_is_holds_what_is_at_home_and_what_is_saved_beside_it():
+    outer, store, tensor = [1], Store(), torch.zeros(2)
+    names = {"outer": outer, "store": store, "tensor": tensor, "Key": Key, "deque": deque}
+    block = (
+        "log = [5]; f = lambda: (log, outer); g = log.append; h = store.rows.append; "
+        "s = {tensor}; d = deque([log, outer]); k = Key(); k.rows = log; "
+        "v = {'log': log}.values(); e = ValueError(outer); e.__cause__ = KeyError(3)"
+    )
+    found = brought_home(names, block, "log f g h s d k v e")
+    log = found["log"]
+    assert found["f"]()[0] is found["d"][0] is found["k"].rows is next(iter(found["v"])) is log
+    assert found["f"]()[1] is found["d"][1] is found["e"].args[0] is outer
+    found["g"](6)
+    found["h"](7)
+    assert (log, store.rows, tensor in found["s"]) == ([5, 6], [7], True)
+    assert repr(found["e"].__cause__) == "KeyError(3)"
+
+
+def test_a_factory_of_defaults_is_the_users_own():
+    made: list[int] = []
+
+    def make() -> list[int]:
+        made.append(1)
+        return made
+
+    names = {"one": defaultdict(make), "defaultdict": defaultdict}
+    found = brought_home(names, "two = defaultdict(one.default_factory); one['a']", "two")
+    assert (made, found["two"].default_factory) == ([1], make)
+    assert found["one"]["a"] is made
+
+
+def test_what_a_tensor_has_beside_its_elements():
+    tensor = torch.zeros(2)
+    brought_home({"one": tensor}, "one.label = [1]; one.requires_grad_()")
+    assert (tensor.label, tensor.requires_grad) == ([1], True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def noting(value: int, seen: list[int] = [], *, more: dict[int, int] = {}) -> None:  # noqa: B006

@@ -12,12 +12,12 @@ from nnsight_pp import OutOfOrderError, ValueUnavailableError
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.report import Elsewhere, Report
 from nnsight_pp.trace.raised import exception_of
+from nnsight_pp.wire.homeward import Homeward
 from nnsight_pp.wire.parcel import LEAST_BYTES, MOST_LEFT_BYTES, Parcel, open_parcel
 from nnsight_pp.wire.report_codec import (
     decode_reports,
     encode_reports,
     failure_of,
-    shipping,
     user_frames,
 )
 
@@ -92,7 +92,7 @@ def test_remote_leaves_are_left_to_their_owner():
     class Remote(RemoteValue):
         pass
 
-    assert shipping()([1, (Remote(), {"a": Remote()})]) == [
+    assert Homeward()([1, (Remote(), {"a": Remote()})]) == [
         1,
         (Elsewhere(), {"a": Elsewhere()}),
     ]
@@ -254,4 +254,4 @@ sys.stdin.read()
         rank.communicate()
     assert torch.equal(back.saved["x"], torch.arange(1 << 20))
     with pytest.raises(FileNotFoundError):
-        open_parcel(where)
+        open_parcel(where, lambda word: word)
