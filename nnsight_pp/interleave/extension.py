@@ -75,7 +75,7 @@ def load_extension() -> ModuleType:
 
 
 def plain_tensors() -> Any:
-    """Return a new `PlainTensors` (csrc/plain_tensors.hpp), or None where the extension is not in use."""
+    """Return a new `PlainTensors` (csrc/plain_tensors.hpp), or None without the extension."""
     if os.environ.get("NNSIGHT_PP_TLS_SWAP") == "0":
         return None
     kind = getattr(load_extension(), "PlainTensors", None)  # a torch without c10d has none
