@@ -96,8 +96,7 @@ class Interleaver:
     ) -> None:
         self.clock = clock
         self._arrange = arrange or tuple
-        self.stage = stage
-        self.where = where
+        self.stage, self.where = stage, where
         self.asks = Asks(
             clock,
             switch,
@@ -274,6 +273,7 @@ class Interleaver:
         error = self.asks.agreement.after_turn(worker, written, has_failed=has_failed)
         for one in together(worker) if error is not None else ():
             self._unwind(one, error)
+            self.observers.drop(one.request)  # another rank may have none: it joins no value
 
     def _too_late(self, worker: Worker, ask: Read | Write) -> None:
         error = self.asks.too_late(worker, ask.location, ask.visit)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -28,6 +29,9 @@ FUSED, WHOLE, SUMMED, UNKNOWN, LAST = (
 )
 RULES = {FUSED: (Columns((ColumnGroup(4), ColumnGroup(2))),), SUMMED: (Summand(),)}
 TOKENS = 3
+
+
+_BY_ASKS: WeakValueDictionary[int, SplitRank] = WeakValueDictionary()
 
 
 class ThreadGroup:
@@ -63,6 +67,7 @@ class SplitRank:
         self.group = group
         self.switch = thread_state.load()
         self.turns = Interleaver(StepClock(), self.switch, joiner=Parts(group, RULES))
+        _BY_ASKS[id(self.turns.asks)] = self
         self.workers: dict[str, Worker] = {}
         self.seen: dict[Location, torch.Tensor] = {}
 
@@ -150,3 +155,7 @@ def call(path: str, given: Any, run: Callable[[Any], Any]) -> Any:
     worker = current_worker(path)
     assert worker.turns is not None
     return worker.turns.call(worker, path, given, run)
+
+
+def split_rank_of(worker: Worker) -> SplitRank:
+    return _BY_ASKS[id(worker.turns)]

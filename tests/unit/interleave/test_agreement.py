@@ -18,9 +18,11 @@ from fakes.thread_ranks import (
     call,
     read,
     run_split,
+    split_rank_of,
     write,
 )
 from nnsight_pp.errors import NotSupportedError, OutOfOrderError, RankDivergenceError
+from nnsight_pp.interleave.worker import current_worker
 
 ROWS = torch.arange(float(TOKENS))[:, None]
 PLAIN = ROWS + torch.arange(6.0)
@@ -186,6 +188,21 @@ def test_a_block_that_differs_between_ranks_ends_alone(block: Any):
         assert rank.workers["after"].error is None
         assert rank.turns.statistics() == {"requests": 0, "workers": 0, "parked": 0}
     assert torch.equal(found[0]["after"][0], found[1]["after"][0])
+
+
+def test_an_observer_of_one_rank_alone_goes_with_its_block():
+    def block(rank: int, out: list[Any]) -> None:
+        read(FUSED)
+        if rank == 0:
+            worker = current_worker(FUSED)
+            worker.note("cache")
+            split_rank_of(worker).turns.observers.add([(SUMMED, out.append)], worker)
+        read(LAST)
+
+    ranks, found = run_split({"r": block, "after": reads_last})
+    assert all(isinstance(rank.workers["r"].error, RankDivergenceError) for rank in ranks)
+    assert found[0]["r"] == []
+    assert ranks[0].workers["after"].error is None
 
 
 def test_an_error_that_both_ranks_see_is_raised_as_it_is():
