@@ -232,6 +232,10 @@ class Joiner(Protocol):
         """
         ...
 
+    def of_all(self, number: int) -> list[int]:
+        """Return the ``number`` of every rank, by rank."""
+        ...
+
 
 class Cut(Protocol):
     """How one request's worker sees a value that the model computes for a whole batch."""

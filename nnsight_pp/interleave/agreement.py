@@ -9,6 +9,11 @@ Note [Ranks agree after every turn]
     Ranks that agree serve the same worker at the same place next, where they compare again: by
     induction no rank ever comes to a collective alone. Where nobody asks, nothing is compared.
 
+    Workers that have their turns at one location are compared at once, when all have had theirs:
+    most messages are alike, and one tells so. Where it differs, the ranks first say whether one of
+    them is in a call, and whose: see Note [Who is in a call]. If none is, each worker is compared
+    by itself.
+
     A worker whose ranks differ ends with `RankDivergenceError` on each of them, and is asked and
     compared no more: other requests do not notice. Workers whose blocks share names are compared
     as one, and end together.
@@ -37,6 +42,11 @@ class Point(enum.IntEnum):
     CALL = 2
     CALLED = 3
     FAILED = 4
+    TURNS = 5
+
+
+# Where a rank is that is not in a call.
+_NOWHERE = -1
 
 
 # What a difference in each of `_facts` means, in their order; one more for values.
@@ -65,6 +75,41 @@ class Agreement:
     def __init__(self, joiner: Joiner | None, where: str) -> None:
         self._joiner = joiner
         self._where = where
+        # Those that have their turns at one location now, in order; `after_turns` comes then.
+        self.beside: Sequence[Worker] = ()
+
+    def after_turns(self, workers: Sequence[Worker], have_written: Sequence[bool]) -> bool:
+        """Compare ``workers``, of `beside`, after their turns; return whether all are alike.
+
+        Not compared are those that are apart by now, and what was written.
+
+        Args:
+            workers: Those that had a turn.
+            have_written: Whether each of them may have edited its value.
+        """
+        assert self._joiner is not None
+        while True:
+            left = [one for one in workers if one.apart_by is None]
+            writers = zip(workers, have_written, strict=True)
+            written = _checksum(one.request for one, has in writers if has)
+            if self._joiner.first_difference(_facts(left, Point.TURNS, written), None) is None:
+                return True
+            if self._first_in_a_call(_NOWHERE) is None:
+                return False
+
+    def _first_in_a_call(self, own: int) -> Worker | None:
+        """See Note [Who is in a call]; None where all ranks are at one place, which is ``own``.
+
+        Returns:
+            The worker that is apart now.
+        """
+        assert self._joiner is not None
+        places = self._joiner.of_all(own)
+        if all(place == own for place in places):
+            return None
+        first = self.beside[min(place for place in places if place != _NOWHERE)]
+        self._apart(first, 0)
+        return first
 
     def after_turn(
         self, worker: Worker, written: Any = None, *, has_failed: bool = False
@@ -80,7 +125,7 @@ class Agreement:
             return None
         if worker.apart_by is not None:  # found out in a call, and caught by the block
             return worker.apart_by
-        facts = _facts(worker, Point.TURN, has_failed=has_failed)
+        facts = _facts(together(worker), Point.TURN, has_failed)
         meaning = self._joiner.first_difference(facts, written)
         return None if meaning is None else self._apart(worker, meaning)
 
@@ -124,11 +169,18 @@ class Agreement:
         assert self._joiner is not None
         if worker.apart_by is not None:
             raise worker.apart_by
-        facts = _facts(worker, point)
-        meaning = self._joiner.first_difference(facts, values)
-        if meaning is None or (point is Point.CALLED and meaning == len(facts)):
-            return meaning
-        raise self._apart(worker, meaning)
+        facts = _facts(together(worker), point)
+        while (meaning := self._joiner.first_difference(facts, values)) is not None:
+            if worker in self.beside:
+                first = self._first_in_a_call(self.beside.index(worker))
+                if first is worker and worker.apart_by is not None:
+                    raise worker.apart_by
+                if first is not None:
+                    continue
+            if point is Point.CALLED and meaning == len(facts):
+                return meaning
+            raise self._apart(worker, meaning)
+        return None
 
     def _apart(self, worker: Worker, meaning: int) -> RankDivergenceError:
         """Return the error that ends ``worker``, on this rank as on the others."""
@@ -155,9 +207,8 @@ def together(worker: Worker) -> Sequence[Worker]:
     return (worker,) if worker.timeline is None else worker.timeline.workers
 
 
-def _facts(worker: Worker, point: Point, *, has_failed: bool = False) -> tuple[float, ...]:
+def _facts(workers: Sequence[Worker], point: Point, other: int = 0) -> tuple[float, ...]:
     """Return what must be the same on every rank, each a number below 2 ** 53."""
-    workers = together(worker)
     errors = [type(one.error).__name__ for one in workers if one.error is not None]
     return (
         point,
@@ -167,7 +218,7 @@ def _facts(worker: Worker, point: Point, *, has_failed: bool = False) -> tuple[f
         sum(one.has_ended for one in workers),
         _checksum(errors),
         _checksum(one.ask for one in workers),
-        has_failed,
+        other,
     )
 
 

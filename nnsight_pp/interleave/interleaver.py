@@ -53,10 +53,10 @@ from nnsight_pp.interleave.unwind import unwind
 from nnsight_pp.interleave.visit import Handed, OpenVisit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from nnsight_pp.core.ask import Ask
-    from nnsight_pp.core.protocols import JoinedValue, Joiner, Link, Owners, Switch
+    from nnsight_pp.core.protocols import Cut, JoinedValue, Joiner, Link, Owners, Switch
     from nnsight_pp.interleave.remote import RemoteAsk
     from nnsight_pp.interleave.worker import Worker
 
@@ -148,7 +148,9 @@ class Interleaver:
         served: dict[int, Ask | None] = {}
         joined: _Joined = None
         while workers:
-            for worker in self._arrange(workers):
+            workers = self._arrange(workers)
+            turns = self._begin_turns(workers)
+            for worker in workers:
                 ask = worker.ask
                 served[id(ask)] = ask
                 if (
@@ -161,7 +163,9 @@ class Interleaver:
                     if self._joiner is not None and joined is None:
                         joined = self._joiner.join(location, handed.value)
                         handed.value = joined.value
-                    self._hand(worker, ask, handed, joined)
+                    self._hand(worker, ask, handed, joined, turns)
+            if turns is not None:
+                self._end_turns(turns, joined, handed.value)
             left = self._parked.at(location)
             workers = () if left is None else tuple(x for x in left if id(x.ask) not in served)
         value = handed.leave()  # blocks that share names may have edited it since they had it
@@ -242,8 +246,18 @@ class Interleaver:
             "parked": len(self._parked),
         }
 
-    def _hand(self, worker: Worker, ask: Read | Write, handed: Handed, joined: _Joined) -> None:
-        """Open a visit of ``handed`` for ``worker``, and let it run."""
+    def _hand(
+        self,
+        worker: Worker,
+        ask: Read | Write,
+        handed: Handed,
+        joined: _Joined,
+        turns: list[tuple[Worker, Cut | None]] | None = None,
+    ) -> None:
+        """Open a visit of ``handed`` for ``worker``, and let it run.
+
+        With ``turns`` its ranks are compared when those have ended.
+        """
         cut = worker.cut or WHOLE
         if joined is not None:
             cut = joined.cut_of(cut, worker.where)
@@ -261,12 +275,43 @@ class Interleaver:
                 self.asks.publish(worker, ask.number, ask.location, answer)
         except Exception as error:
             self._throw(worker, self.asks.alone(worker, error, at=ask.number))
-            self._agree(worker)
+            if turns is not None:
+                turns.append((worker, None))
+            else:
+                self._agree(worker)
             return
         worker.visit = visit
         self.resume(worker, answer)
-        if joined is not None:
+        if turns is not None:
+            turns.append((worker, cut))
+        elif joined is not None:
             self._agree(worker, joined.written(cut, handed.value))
+
+    def _begin_turns(self, workers: Sequence[Worker]) -> list[tuple[Worker, Cut | None]] | None:
+        """Return where the turns of ``workers`` are noted, if they are compared at once."""
+        if self._joiner is None or len(workers) == 1:
+            return None
+        if any(one.timeline is not None for one in workers):
+            return None  # those that share names are compared in the middle of their turns
+        self.asks.agreement.beside = workers
+        return []
+
+    def _end_turns(
+        self, turns: Sequence[tuple[Worker, Cut | None]], joined: _Joined, value: Any
+    ) -> None:
+        """Compare the workers of ``turns``, with what they have left in ``value``."""
+        written = [
+            None if joined is None or cut is None else joined.written(cut, value)
+            for _, cut in turns
+        ]
+        agreement = self.asks.agreement
+        are_alike = not turns or agreement.after_turns(
+            [worker for worker, _ in turns], [one is not None for one in written]
+        )
+        agreement.beside = ()
+        for (worker, _), one in zip(turns, written, strict=True):
+            if not are_alike or one is not None or worker.apart_by is not None:
+                self._agree(worker, one)
 
     def _agree(self, worker: Worker, written: Any = None, *, has_failed: bool = False) -> None:
         """See Note [Ranks agree after every turn] in `interleave.agreement`."""

@@ -315,6 +315,12 @@ class Parts:
             return None
         return VALUES
 
+    def of_all(self, number: int) -> list[int]:
+        """Return the ``number`` of every rank, by rank. A collective."""
+        device = torch.device(self._group.device)
+        parts = self._group.gather(torch.tensor([number], dtype=torch.int64, device=device))
+        return [int(part) for part in parts]
+
     def _message(self, facts: Sequence[float], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the facts, how many tensors there are, and the sums of each of the first."""
         numbers = [*facts, float(len(tensors))]

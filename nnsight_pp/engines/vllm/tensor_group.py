@@ -3,11 +3,15 @@
 Source: vllm 0.32.0 distributed/device_communicators/cpu_communicator.py: on CPUs the all-reduce
 works in place, and the shared memory takes three floating dtypes only; other data go through it as
 what has the same bytes.
+
+There a rank that waits spins. Where ranks share a core, the one that is waited for runs only when
+the spinning one's turn is over, some milliseconds: such ranks gather over gloo, where they sleep.
 """
 
 from __future__ import annotations
 
 import datetime
+import os
 from typing import Any, final
 
 import torch
@@ -28,9 +32,16 @@ class TensorGroup:
         self.rank: int = self._group.rank_in_group
         self.size: int = self._group.world_size
         self.device: torch.device = self._group.device
+        cores = os.cpu_count() or 1
+        self._is_crowded = compat.IS_CPU and torch.distributed.get_world_size() > cores
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's ``tensor``, by rank."""
+        if self._is_crowded and tensor.is_cpu:
+            whole = tensor.contiguous()
+            parts = [torch.empty_like(whole) for _ in range(self.size)]
+            torch.distributed.all_gather(parts, whole, group=self._group.cpu_group)
+            return parts
         sent = tensor.contiguous().view(1, -1)
         if not compat.IS_CPU or tensor.dtype in _SHARED_MEMORY_TYPES:
             rows = self._group.all_gather(sent, 0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import random
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ from fakes.thread_ranks import (
 )
 from nnsight_pp.errors import NotSupportedError, OutOfOrderError, RankDivergenceError
 from nnsight_pp.interleave.worker import current_worker
+
+if TYPE_CHECKING:
+    from nnsight_pp.core.location import Location
 
 ROWS = torch.arange(float(TOKENS))[:, None]
 PLAIN = ROWS + torch.arange(6.0)
@@ -80,8 +84,8 @@ def test_a_value_is_joined_once_for_all_who_read_it():
         assert [worker.error for worker in ranks[0].workers.values()] == [None] * num_requests
         return ranks[0].group.num_collectives
 
-    # Of the model five, of a request four comparisons, and the one gather.
-    assert [counted(one) for one in (1, 2, 3)] == [5 + 4 + 1, 5 + 2 * 4 + 1, 5 + 3 * 4 + 1]
+    # Of the model five, of a request three comparisons, one of all at the location, and the gather.
+    assert [counted(one) for one in (1, 2, 3)] == [5 + n * 3 + 1 + 1 for n in (1, 2, 3)]
 
 
 def test_a_value_that_no_rule_makes_whole_is_refused_at_its_line():
@@ -162,21 +166,21 @@ def catches_in_a_call(rank: int, out: list[Any]) -> None:
     read(LAST)
 
 
-@pytest.mark.parametrize(
-    "block",
-    [
-        catches_in_a_call,
-        asks_elsewhere,
-        asks_from_the_start,
-        asks_less,
-        writes_its_rank,
-        clears_alone,
-        raises_alone,
-        calls_alone,
-        calls_with_its_own,
-        catches_everything,
-    ],
-)
+DIFFERING = [
+    catches_in_a_call,
+    asks_elsewhere,
+    asks_from_the_start,
+    asks_less,
+    writes_its_rank,
+    clears_alone,
+    raises_alone,
+    calls_alone,
+    calls_with_its_own,
+    catches_everything,
+]
+
+
+@pytest.mark.parametrize("block", DIFFERING)
 def test_a_block_that_differs_between_ranks_ends_alone(block: Any):
     ranks, found = run_split({"before": reads_last, "r": block, "after": reads_last}, num_steps=2)
     errors = [rank.workers["r"].error for rank in ranks]
@@ -188,6 +192,104 @@ def test_a_block_that_differs_between_ranks_ends_alone(block: Any):
         assert rank.workers["after"].error is None
         assert rank.turns.statistics() == {"requests": 0, "workers": 0, "parked": 0}
     assert torch.equal(found[0]["after"][0], found[1]["after"][0])
+
+
+def does_much(rank: int, out: list[Any]) -> None:
+    """Read, write and call at each location, as the other rank does."""
+    out.append(read(FUSED).clone())
+    out.append(call("model.whole", PLAIN, lambda value: value + 1))
+    read(WHOLE)[0] += 1
+    out.append(call("model.last", PLAIN, lambda value: value + 2))
+    read(SUMMED)[1] = 7
+    out.append(read(LAST).clone())
+
+
+def calls_in_another_step(rank: int, out: list[Any]) -> None:
+    """Call a module at a location on the one rank and at the next on the other."""
+    read(FUSED)
+    if rank == 0:
+        call("model.whole", PLAIN, lambda value: value + 1)
+    read(WHOLE)
+    if rank == 1:
+        call("model.whole", PLAIN, lambda value: value + 1)
+    read(LAST)
+
+
+@pytest.mark.parametrize("other", [does_much, *DIFFERING, calls_in_another_step])
+@pytest.mark.parametrize("block", [*DIFFERING, calls_in_another_step])
+def test_blocks_at_one_location_that_differ_end_alone(block: Any, other: Any):
+    """Their turns are compared at once: with others, and with one that differs the other way."""
+
+    def swapped(rank: int, out: list[Any]) -> None:
+        other(1 - rank, out)
+
+    blocks = {"one": does_much, "r": block, "two": does_much, "s": swapped, "three": does_much}
+    ranks, found = run_split(blocks, num_steps=2)
+    for name in ("r", "s") if other is not does_much else ("r",):
+        errors = [rank.workers[name].error for rank in ranks]
+        assert any(isinstance(error, RankDivergenceError) for error in errors)
+        assert all(isinstance(error, (RankDivergenceError, KeyError)) for error in errors)
+    alone, values = run_split({"one": does_much})
+    assert alone[0].workers["one"].error is None
+    for name in ("one", "two", "three"):
+        assert [rank.workers[name].error for rank in ranks] == [None, None]
+        assert len(found[0][name]) == 4
+        assert all(map(torch.equal, found[0][name], found[1][name]))
+    assert all(map(torch.equal, found[0]["one"], values[0]["one"]))
+    for rank in ranks:
+        assert rank.turns.statistics() == {"requests": 0, "workers": 0, "parked": 0}
+        assert rank.turns.asks.agreement.beside == ()
+
+
+def _program(drawn: random.Random) -> list[tuple[str, Location]]:
+    """Return what a block does at which locations, in the order of the model."""
+    doing = ("read", "edit", "write", "call", "fail", "catch")
+    return [
+        (what, location)
+        for location in (FUSED, WHOLE, SUMMED, LAST)
+        for what in drawn.choices(doing, (8, 3, 2, 5, 1, 2), k=drawn.randrange(3))
+    ]
+
+
+def _run(program: list[tuple[str, Location]], out: list[Any]) -> None:
+    for what, location in program:
+        if what == "read":
+            out.append(read(location).clone())
+        elif what == "edit":
+            read(location)[0] += 2
+        elif what == "write":
+            write(location, read(location) * 3)
+        elif what == "call":
+            out.append(call(location.path, PLAIN, lambda value: value + 1))
+        elif what == "catch":
+            try:
+                call(location.path, PLAIN, lambda value: value - 1)
+            except RankDivergenceError:
+                read(LAST)
+        else:
+            raise KeyError(location)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_blocks_that_differ_disturb_nobody(seed: int):
+    drawn = random.Random(seed)
+    programs = {}
+    for number in range(6):
+        own = _program(drawn)
+        programs[f"r{number}"] = (own, own if number % 2 == 0 else _program(drawn))
+    blocks = {
+        name: lambda rank, out, pair=pair: _run(pair[rank], out) for name, pair in programs.items()
+    }
+    ranks, found = run_split(blocks, num_steps=2)
+    for name, (one, other) in programs.items():
+        errors = [type(rank.workers[name].error) for rank in ranks]
+        if one == other:
+            assert errors[0] is errors[1]
+            assert errors[0] in (type(None), KeyError)
+            assert all(map(torch.equal, found[0][name], found[1][name]))
+        else:
+            # A call of the same that gives each rank another value is refused as such.
+            assert RankDivergenceError in errors or errors[0] is errors[1] is not type(None)
 
 
 def test_an_observer_of_one_rank_alone_goes_with_its_block():
