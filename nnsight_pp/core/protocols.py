@@ -219,7 +219,13 @@ class JoinedValue(Protocol):
 
 
 class Joiner(Protocol):
-    """Makes values whole over the ranks that split each layer. Each method is a collective."""
+    """Makes values whole over the ranks that split each layer. Each method is a collective.
+
+    Attributes:
+        num_compared: How many tensors `first_difference` tells from each other.
+    """
+
+    num_compared: int
 
     def join(self, location: Location, value: Any) -> JoinedValue:
         """Return the whole of this rank's ``value``."""

@@ -25,6 +25,7 @@ import enum
 import zlib
 from typing import TYPE_CHECKING, Any, final
 
+from nnsight_pp.core.tree import leaves
 from nnsight_pp.errors import NotSupportedError, RankDivergenceError, explain
 
 if TYPE_CHECKING:
@@ -78,24 +79,32 @@ class Agreement:
         # Those that have their turns at one location now, in order; `after_turns` comes then.
         self.beside: Sequence[Worker] = ()
 
-    def after_turns(self, workers: Sequence[Worker], have_written: Sequence[bool]) -> bool:
+    def after_turns(self, workers: Sequence[Worker], written: Sequence[Any]) -> bool:
         """Compare ``workers``, of `beside`, after their turns; return whether all are alike.
 
-        Not compared are those that are apart by now, and what was written.
+        Not compared are those that are apart by now.
 
         Args:
             workers: Those that had a turn.
-            have_written: Whether each of them may have edited its value.
+            written: Of each, its share of the value as it left it; None where it has not edited it.
         """
         assert self._joiner is not None
         while True:
             left = [one for one in workers if one.apart_by is None]
-            writers = zip(workers, have_written, strict=True)
-            written = _checksum(one.request for one, has in writers if has)
-            if self._joiner.first_difference(_facts(left, Point.TURNS, written), None) is None:
-                return True
+            pairs = zip(workers, written, strict=True)
+            edits = [(w, it) for w, it in pairs if it is not None and w.apart_by is None]
+            facts = _facts(left, Point.TURNS, _checksum(worker.request for worker, _ in edits))
+            values = [it for _, it in edits]
+            most = self._joiner.num_compared // max(1, len(list(leaves(values[:1])))) or 1
+            if self._joiner.first_difference(facts, values[:most]) is None:
+                break
             if self._first_in_a_call(_NOWHERE) is None:
                 return False
+        # All ranks have seen all turns to their ends now, and know of the same edits.
+        return all(
+            self._joiner.first_difference(facts, values[start : start + most]) is None
+            for start in range(most, len(values), most)
+        )
 
     def _first_in_a_call(self, own: int) -> Worker | None:
         """See Note [Who is in a call]; None where all ranks are at one place, which is ``own``.

@@ -305,12 +305,11 @@ class Interleaver:
             for _, cut in turns
         ]
         agreement = self.asks.agreement
-        are_alike = not turns or agreement.after_turns(
-            [worker for worker, _ in turns], [one is not None for one in written]
-        )
+        workers = [worker for worker, _ in turns]
+        are_alike = not turns or agreement.after_turns(workers, written)
         agreement.beside = ()
-        for (worker, _), one in zip(turns, written, strict=True):
-            if not are_alike or one is not None or worker.apart_by is not None:
+        for worker, one in zip(workers, written, strict=True):
+            if not are_alike or worker.apart_by is not None:
                 self._agree(worker, one)
 
     def _agree(self, worker: Worker, written: Any = None, *, has_failed: bool = False) -> None:

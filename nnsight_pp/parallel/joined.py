@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _SUMS = 3
 _STRIDE = 7
 # Tensors of one value that are compared one by one in a message of fixed size.
-_SLOTS = 8
+_SLOTS = 32
 NUM_FACTS = 8
 # What rounding may differ between ranks, as a share of the sum of sizes.
 _ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-6}
@@ -204,6 +204,8 @@ class Parts:
         num_ids: Of the input of each embedding whose rows are split: how many ids there are. No
             rank fails on an id that none of them has.
     """
+
+    num_compared = _SLOTS
 
     def __init__(
         self,

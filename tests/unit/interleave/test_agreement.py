@@ -292,6 +292,28 @@ def test_random_blocks_that_differ_disturb_nobody(seed: int):
             assert RankDivergenceError in errors or errors[0] is errors[1] is not type(None)
 
 
+def test_what_many_have_written_is_compared_in_few_messages():
+    def edits(rank: int, out: list[Any]) -> None:
+        read(WHOLE)[0] += 2
+
+    def edits_apart(rank: int, out: list[Any]) -> None:
+        read(WHOLE)[0] += 2 + 1e-3 * rank
+
+    ranks, _ = run_split({f"r{number}": edits for number in range(40)})
+    assert [one.error for one in ranks[0].workers.values()] == [None] * 40
+    # Of the model five, of a request three, two for all edits, and one for the value.
+    assert ranks[0].group.num_collectives == 5 + 40 * 3 + 2 + 1
+    for differing in (0, 35):
+        blocks = {
+            f"r{number}": edits_apart if number == differing else edits for number in range(40)
+        }
+        ranks, _ = run_split(blocks)
+        for rank in ranks:
+            errors = [type(rank.workers[f"r{number}"].error) for number in range(40)]
+            assert errors.pop(differing) is RankDivergenceError
+            assert errors == [type(None)] * 39
+
+
 def test_an_observer_of_one_rank_alone_goes_with_its_block():
     def block(rank: int, out: list[Any]) -> None:
         read(FUSED)
