@@ -179,7 +179,17 @@ class RankGroup(Protocol):
 
 
 class JoinedValue(Protocol):
-    """A value as blocks see it, and the way back to this rank's part."""
+    """A value as blocks see it, and the way back to this rank's part.
+
+    Attributes:
+        given: What is still to be compared of it, for `Joiner.first_difference`.
+    """
+
+    given: Sequence[Any]
+
+    def are_alike(self) -> None:
+        """Note that the ranks have compared `given`."""
+        ...
 
     @property
     def value(self) -> Any:  # any served value
@@ -227,14 +237,19 @@ class Joiner(Protocol):
 
     num_compared: int
 
-    def join(self, location: Location, value: Any) -> JoinedValue:
-        """Return the whole of this rank's ``value``."""
+    def join(self, location: Location, value: Any, *, may_wait: bool = False) -> JoinedValue:
+        """Return the whole of this rank's ``value``.
+
+        With ``may_wait`` some of it may be left to be compared later.
+        """
         ...
 
-    def first_difference(self, facts: Sequence[float], value: Any) -> int | None:
+    def first_difference(
+        self, facts: Sequence[float], value: Any, given: Sequence[Any] = ()
+    ) -> int | None:
         """Return which of the facts differs between the ranks, or None.
 
-        One number more than there are facts means ``value``, up to rounding.
+        One number more than there are facts means ``value``, up to rounding, or ``given``.
         """
         ...
 

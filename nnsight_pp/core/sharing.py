@@ -38,6 +38,7 @@ class Uses:
     Attributes:
         early: Names that it may look up before it has bound them itself.
         put: Names into whose object it may put something.
+        put_by: Names with the method of their object that puts something into it, by its name.
         seen: Names whose object it may look at.
         handed: Names whose object it may hand to a function, which may do either.
         below: Names that lead to an object into which it may put something.
@@ -47,6 +48,7 @@ class Uses:
 
     early: frozenset[str] = frozenset()
     put: frozenset[str] = frozenset()
+    put_by: frozenset[tuple[str, str]] = frozenset()
     seen: frozenset[str] = frozenset()
     handed: frozenset[str] = frozenset()
     below: frozenset[str] = frozenset()
@@ -68,6 +70,7 @@ def touches_of(module: ast.Module, early: frozenset[str] = frozenset()) -> Uses:
     return Uses(
         early,
         frozenset(touches.put),
+        frozenset(touches.put_by),
         frozenset(touches.seen),
         frozenset(touches.handed),
         frozenset(touches.below),
@@ -311,6 +314,7 @@ class _Touches(ast.NodeVisitor):
     seen: set[str] = field(default_factory=set)
     handed: set[str] = field(default_factory=set)
     below: set[str] = field(default_factory=set)
+    put_by: set[tuple[str, str]] = field(default_factory=set)
     called: set[tuple[str, str]] = field(default_factory=set)
     bound: set[str] = field(default_factory=set)
 
@@ -363,16 +367,17 @@ class _Touches(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         if isinstance(node.func, ast.Attribute):
             root, name = _root(node.func.value), node.func.attr
-            if root is not None and (name in _CHANGING or _is_in_place(name)):
-                self.put.add(root)
-            if name in _CHANGING or _is_in_place(name) or (name in _PUTTING and name != "save"):
+            is_own = isinstance(node.func.value, ast.Name)
+            is_changed = name in _CHANGING or _is_in_place(name)
+            if is_changed or (name in _PUTTING and name != "save"):
                 self._put_below(node.func.value)
-            if isinstance(node.func.value, ast.Name):
-                self.called.add((node.func.value.id, name))
-            if root is not None and name in _PUTTING and isinstance(node.func.value, ast.Name):
-                if name != "save":
-                    self.put.add(root)
-            else:
+                if root is not None and is_own:
+                    self.put_by.add((root, name))
+            if root is not None and is_changed and not is_own:
+                self.put.add(root)
+            if root is not None and is_own:
+                self.called.add((root, name))
+            if not is_own or name not in _PUTTING:
                 self.visit(node.func)
         else:
             self.visit(node.func)

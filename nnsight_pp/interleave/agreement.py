@@ -14,6 +14,11 @@ Note [Ranks agree after every turn]
     them is in a call, and whose: see Note [Who is in a call]. If none is, each worker is compared
     by itself.
 
+    A value without a rule must be the same on each rank. The first time at its location it is
+    compared before a block sees it, and refused where it differs. From then on its sums go along
+    with the comparison after the turns. What blocks have made of one that differs stays in the rows
+    of their own requests, and each of these ends, as if they had written different values.
+
     A worker whose ranks differ ends with `RankDivergenceError` on each of them, and is asked and
     compared no more: other requests do not notice. Workers whose blocks share names are compared
     as one, and end together.
@@ -32,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from nnsight_pp.core.location import Location
-    from nnsight_pp.core.protocols import Joiner
+    from nnsight_pp.core.protocols import JoinedValue, Joiner
     from nnsight_pp.interleave.worker import Worker
 
 
@@ -60,7 +65,7 @@ _MEANINGS = (
     "it raised different errors",
     "they wait for different things",
     "a failure outside of the block concerns one of them",
-    "they wrote different values, or called a module with different ones",
+    "they wrote different values, were handed them, or called a module with different ones",
 )
 
 
@@ -79,7 +84,9 @@ class Agreement:
         # Those that have their turns at one location now, in order; `after_turns` comes then.
         self.beside: Sequence[Worker] = ()
 
-    def after_turns(self, workers: Sequence[Worker], written: Sequence[Any]) -> bool:
+    def after_turns(
+        self, workers: Sequence[Worker], written: Sequence[Any], joined: JoinedValue | None
+    ) -> bool:
         """Compare ``workers``, of `beside`, after their turns; return whether all are alike.
 
         Not compared are those that are apart by now.
@@ -87,6 +94,7 @@ class Agreement:
         Args:
             workers: Those that had a turn.
             written: Of each, its share of the value as it left it; None where it has not edited it.
+            joined: The value that they were handed.
         """
         assert self._joiner is not None
         while True:
@@ -96,10 +104,13 @@ class Agreement:
             facts = _facts(left, Point.TURNS, _checksum(worker.request for worker, _ in edits))
             values = [it for _, it in edits]
             most = self._joiner.num_compared // max(1, len(list(leaves(values[:1])))) or 1
-            if self._joiner.first_difference(facts, values[:most]) is None:
+            given = () if joined is None else joined.given
+            if self._joiner.first_difference(facts, values[:most], given) is None:
                 break
             if self._first_in_a_call(_NOWHERE) is None:
                 return False
+        if joined is not None:
+            joined.are_alike()
         # All ranks have seen all turns to their ends now, and know of the same edits.
         return all(
             self._joiner.first_difference(facts, values[start : start + most]) is None
@@ -121,13 +132,19 @@ class Agreement:
         return first
 
     def after_turn(
-        self, worker: Worker, written: Any = None, *, has_failed: bool = False
+        self,
+        worker: Worker,
+        written: Any = None,
+        joined: JoinedValue | None = None,
+        *,
+        has_failed: bool = False,
     ) -> RankDivergenceError | None:
         """Compare where ``worker`` is after its turn; return what ends it where the ranks differ.
 
         Args:
             worker: The worker, parked or ended.
             written: This request's share of the value that it was given, as it left it.
+            joined: That value.
             has_failed: Whether its request failed outside of the block.
         """
         if self._joiner is None:
@@ -135,8 +152,13 @@ class Agreement:
         if worker.apart_by is not None:  # found out in a call, and caught by the block
             return worker.apart_by
         facts = _facts(together(worker), Point.TURN, has_failed)
-        meaning = self._joiner.first_difference(facts, written)
-        return None if meaning is None else self._apart(worker, meaning)
+        given = () if joined is None else joined.given
+        meaning = self._joiner.first_difference(facts, written, given)
+        if meaning is not None:
+            return self._apart(worker, meaning)
+        if joined is not None:
+            joined.are_alike()
+        return None
 
     def without_worker(self, request: str) -> None:
         """Say that ``request`` could not even start here, so that the others end it too."""

@@ -161,7 +161,7 @@ class Interleaver:
                     and not (self.skips.held and self.skips.is_inside(worker, location))
                 ):
                     if self._joiner is not None and joined is None:
-                        joined = self._joiner.join(location, handed.value)
+                        joined = self._joiner.join(location, handed.value, may_wait=True)
                         handed.value = joined.value
                     self._hand(worker, ask, handed, joined, turns)
             if turns is not None:
@@ -170,7 +170,7 @@ class Interleaver:
             workers = () if left is None else tuple(x for x in left if id(x.ask) not in served)
         value = handed.leave()  # blocks that share names may have edited it since they had it
         for worker, _ in () if joined is None else handed.visits:
-            self._agree(worker, (worker.cut or WHOLE).give(value))
+            self._agree(worker, (worker.cut or WHOLE).give(value), joined)
         return value if joined is None else joined.split(value)
 
     def open_step(self, request: str, step: int) -> None:
@@ -278,20 +278,19 @@ class Interleaver:
             if turns is not None:
                 turns.append((worker, None))
             else:
-                self._agree(worker)
+                self._agree(worker, None, joined)
             return
         worker.visit = visit
         self.resume(worker, answer)
         if turns is not None:
             turns.append((worker, cut))
         elif joined is not None:
-            self._agree(worker, joined.written(cut, handed.value))
+            self._agree(worker, joined.written(cut, handed.value), joined)
 
     def _begin_turns(self, workers: Sequence[Worker]) -> list[tuple[Worker, Cut | None]] | None:
         """Return where the turns of ``workers`` are noted, if they are compared at once."""
-        if self._joiner is None or len(workers) == 1:
-            return None
-        if any(one.timeline is not None for one in workers):
+        is_one = self._joiner is None or len(workers) == 1
+        if is_one or any(one.timeline is not None for one in workers):
             return None  # those that share names are compared in the middle of their turns
         self.asks.agreement.beside = workers
         return []
@@ -306,15 +305,15 @@ class Interleaver:
         ]
         agreement = self.asks.agreement
         workers = [worker for worker, _ in turns]
-        are_alike = not turns or agreement.after_turns(workers, written)
+        are_alike = not turns or agreement.after_turns(workers, written, joined)
         agreement.beside = ()
         for worker, one in zip(workers, written, strict=True):
             if not are_alike or worker.apart_by is not None:
-                self._agree(worker, one)
+                self._agree(worker, one, joined)
 
-    def _agree(self, worker: Worker, written: Any = None, *, has_failed: bool = False) -> None:
+    def _agree(self, worker: Worker, *left: Any, has_failed: bool = False) -> None:
         """See Note [Ranks agree after every turn] in `interleave.agreement`."""
-        error = self.asks.agreement.after_turn(worker, written, has_failed=has_failed)
+        error = self.asks.agreement.after_turn(worker, *left, has_failed=has_failed)
         for one in together(worker) if error is not None else ():
             self._unwind(one, error)
             self.observers.drop(one.request)  # another rank may have none: it joins no value

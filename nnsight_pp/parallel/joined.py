@@ -26,6 +26,7 @@ from nnsight_pp.parallel.parts import (
     share,
     summand,
 )
+from nnsight_pp.parallel.sums import NUM_SUMS, Sums, agree_at, sums_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,15 +35,12 @@ if TYPE_CHECKING:
     from nnsight_pp.core.protocols import Cut, RankGroup
     from nnsight_pp.errors import Where
 
-# Sums of a tensor that are compared: of the elements, of their sizes, of every seventh.
-_SUMS = 3
-_STRIDE = 7
 # Tensors of one value that are compared one by one in a message of fixed size.
 _SLOTS = 32
+# The same for values that were handed to blocks, and how many numbers say how many there are.
+_GIVEN_SLOTS = 4
+_COUNTS = 2
 NUM_FACTS = 8
-# What rounding may differ between ranks, as a share of the sum of sizes.
-_ROUNDING = {torch.float32: 1e-6, torch.float64: 1e-6}
-_COARSE_ROUNDING = 1e-3
 VALUES = NUM_FACTS
 
 
@@ -53,21 +51,29 @@ class Joined:
     Attributes:
         value: What blocks see.
         refused: Why no block may see it, or an empty text.
+        given: The sums of a value without a rule, which are still to be compared with those of the
+            other ranks: along with what the first block has done. Empty once they were alike.
     """
 
     __slots__ = (
         "_befores",
         "_live",
         "_location",
+        "_may_wait",
         "_parts",
         "_rules",
         "_wholes",
+        "given",
         "refused",
         "value",
     )
 
-    def __init__(self, parts: Parts, location: Location, value: Any) -> None:
+    def __init__(
+        self, parts: Parts, location: Location, value: Any, *, may_wait: bool = False
+    ) -> None:
         self._parts = parts
+        self._may_wait = may_wait
+        self.given: Sequence[Sums] = ()
         self._location = location
         self._rules = parts.rules_of(location)
         self._live = value
@@ -89,7 +95,9 @@ class Joined:
             for leaf, rule in zip(tensors, ruled, strict=True)
             if rule is None and isinstance(leaf, torch.Tensor)
         ]
-        if plain and not self._parts.is_same(plain):
+        if plain and self._may_wait and self._parts.was_alike(self._location, len(plain)):
+            self.given = [Sums.of(one) for one in plain]
+        elif plain and not self._parts.is_same(plain, self._location):
             self.refused = "the ranks hold different values, and no rule says how they make one"
             return
         if not any(ruled):
@@ -139,8 +147,14 @@ class Joined:
         """
         return None if isinstance(cut, TokenCut) and not cut.has_put else cut.give(value)
 
+    def are_alike(self) -> None:
+        """Note that the ranks have compared `given`."""
+        self.given = ()
+
     def split(self, value: Any) -> Any:
         """Return what this rank's model goes on with, when blocks have left ``value``."""
+        if self.given:  # whoever was handed it is apart
+            self._parts.doubt(self._location)
         if not self._wholes:
             return value
         if value is self.value and not self._is_edited():
@@ -216,6 +230,8 @@ class Parts:
         self._group = group
         self._rules = rules
         self._num_ids = num_ids or {}
+        # Locations without a rule at which all ranks held the same when they compared it last.
+        self._alike: set[Location] = set()
 
     def rules_of(self, location: Location) -> Sequence[Rule | None]:
         """Return the rule of each leaf at ``location``; empty where no rule is known."""
@@ -227,12 +243,26 @@ class Parts:
         """Return how many ids there are, where ``location`` holds ids that ranks share out."""
         return self._num_ids.get(location)
 
-    def join(self, location: Location, value: Any) -> Joined:
+    def join(self, location: Location, value: Any, *, may_wait: bool = False) -> Joined:
         """Return the whole of ``value``. A collective; untouched locations never come here.
+
+        Args:
+            location: Where it stands.
+            value: What this rank has of it.
+            may_wait: Whether what has no rule may be compared with what blocks have done: a
+                location that was found alike before. See `Joined.given`.
 
         Cost: one gather of each part, or one comparison of a value without rules.
         """
-        return Joined(self, location, value)
+        return Joined(self, location, value, may_wait=may_wait)
+
+    def was_alike(self, location: Location, num_tensors: int) -> bool:
+        """Whether the ranks held the same there, and so many tensors go along in a message."""
+        return location in self._alike and num_tensors <= _GIVEN_SLOTS
+
+    def doubt(self, location: Location) -> None:
+        """Note that the ranks may hold different values there."""
+        self._alike.discard(location)
 
     def arguments(self, location: Location, value: Any) -> Any:
         """Return what a module takes on this rank, when a block calls it with whole values.
@@ -287,35 +317,42 @@ class Parts:
         assert before is not None
         return summand(live, before, whole, is_first=rank == 0)
 
-    def is_same(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether every rank holds the same ``tensors``. A collective."""
+    def is_same(self, tensors: Sequence[torch.Tensor], location: Location) -> bool:
+        """Whether every rank holds the same ``tensors`` at ``location``. A collective."""
         parts = self._group.gather(torch.cat([sums_of(tensor) for tensor in tensors]))
-        if _are_equal(parts):
-            return True
-        rows = _on_host(parts)
-        return all(_agree(rows, place, tensor) for place, tensor in enumerate(tensors))
+        is_same = _are_equal(parts)
+        if not is_same:
+            rows = _on_host(parts)
+            is_same = all(agree_at(rows, place, one.dtype) for place, one in enumerate(tensors))
+        (self._alike.add if is_same else self._alike.discard)(location)
+        return is_same
 
-    def first_difference(self, facts: Sequence[float], value: Any) -> int | None:
-        """Return which of ``facts`` differs between the ranks, `VALUES` for ``value``, or None.
+    def first_difference(
+        self, facts: Sequence[float], value: Any, given: Sequence[Sums] = ()
+    ) -> int | None:
+        """Return which of ``facts`` differs between the ranks, `VALUES` for the rest, or None.
+
+        The rest are ``value``, and what `Joined.given` has kept.
 
         A collective whose message has the same size whatever is compared: ranks that come to it
         from different places meet here, and see that they do.
         """
         assert len(facts) == NUM_FACTS
         tensors = [leaf for leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
-        parts = self._group.gather(self._message(facts, tensors))
+        parts = self._group.gather(self._message(facts, tensors, given))
         if _are_equal(parts):
             return None
         rows = _on_host(parts)
         differs = (rows[:, :NUM_FACTS] != rows[0, :NUM_FACTS]).any(0).nonzero()
         if len(differs):
             return int(differs[0])
-        if bool((rows[:, NUM_FACTS] != rows[0, NUM_FACTS]).any()):
+        counts = rows[:, NUM_FACTS : NUM_FACTS + _COUNTS]
+        if bool((counts != counts[0]).any()):
             return VALUES
-        sums = rows[:, NUM_FACTS + 1 :]
-        if all(_agree(sums, place, tensor) for place, tensor in enumerate(tensors[:_SLOTS])):
-            return None
-        return VALUES
+        sums = rows[:, NUM_FACTS + _COUNTS :]
+        dtypes = [one.dtype for one in given] + [tensor.dtype for tensor in tensors[:_SLOTS]]
+        are_alike = all(agree_at(sums, place, dtype) for place, dtype in enumerate(dtypes))
+        return None if are_alike else VALUES
 
     def of_all(self, number: int) -> list[int]:
         """Return the ``number`` of every rank, by rank. A collective."""
@@ -323,21 +360,22 @@ class Parts:
         parts = self._group.gather(torch.tensor([number], dtype=torch.int64, device=device))
         return [int(part) for part in parts]
 
-    def _message(self, facts: Sequence[float], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the facts, how many tensors there are, and the sums of each of the first."""
-        numbers = [*facts, float(len(tensors))]
+    def _message(
+        self, facts: Sequence[float], tensors: Sequence[torch.Tensor], given: Sequence[Sums]
+    ) -> torch.Tensor:
+        """Return the facts, how many sums there are, and the sums; of the last tensors one."""
+        numbers = [*facts, float(len(tensors)), float(len(given))]
         device = tensors[0].device if tensors else torch.device(self._group.device)
-        if not tensors:
-            numbers += [0.0] * (_SLOTS * _SUMS)
-            return torch.tensor(numbers, dtype=torch.float64, device=device)
-        slots = [sums_of(tensor).to(device) for tensor in tensors]
-        for rest in slots[_SLOTS:]:
-            slots[_SLOTS - 1] = slots[_SLOTS - 1] + rest
-        empty = [0.0] * (_SUMS * max(0, _SLOTS - len(slots)))
-        head, tail = torch.tensor([*numbers, *empty], dtype=torch.float64, device=device).split(
-            [len(numbers), len(empty)]
-        )
-        return torch.cat([head, *slots[:_SLOTS], tail])
+        slots = [one.sums.to(device) for one in given]
+        slots += [sums_of(tensor).to(device) for tensor in tensors[:_SLOTS]]
+        for rest in tensors[_SLOTS:]:
+            slots[-1] = slots[-1] + sums_of(rest).to(device)
+        numbers += [0.0] * (NUM_SUMS * (_GIVEN_SLOTS + _SLOTS - len(slots)))
+        row = torch.tensor(numbers, dtype=torch.float64, device=device)
+        if not slots:
+            return row
+        head = NUM_FACTS + _COUNTS
+        return torch.cat([row[:head], *slots, row[head:]])
 
 
 def _are_equal(parts: Sequence[torch.Tensor]) -> bool:
@@ -349,31 +387,3 @@ def _on_host(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a row for each rank."""
     with torch.inference_mode(False), torch.no_grad():
         return torch.stack(list(parts)).cpu()
-
-
-def sums_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return sums by which ``tensor`` is compared between ranks.
-
-    Cost: two passes over it.
-    """
-    with torch.inference_mode(False), torch.no_grad():
-        flat = tensor.detach()
-        if not flat.is_floating_point() or flat.itemsize == 1:
-            flat = flat.to(torch.float64)
-        every = flat.flatten()[::_STRIDE]
-        return torch.stack(
-            [
-                flat.sum(dtype=torch.float64),
-                torch.linalg.vector_norm(flat, 1, dtype=torch.float64),
-                every.sum(dtype=torch.float64),
-            ]
-        )
-
-
-def _agree(rows: torch.Tensor, place: int, tensor: torch.Tensor) -> bool:
-    """Whether the sums at ``place`` are the same in every row, up to rounding."""
-    sums = rows[:, place * _SUMS : (place + 1) * _SUMS].nan_to_num(nan=-1e300)
-    rounding = _ROUNDING.get(tensor.dtype, _COARSE_ROUNDING)
-    if not tensor.is_floating_point():
-        rounding = 0.0
-    return bool(((sums - sums[0]).abs() <= rounding * sums[:, 1].abs().max()).all())

@@ -69,9 +69,13 @@ class SplitRank:
         self.turns = Interleaver(StepClock(), self.switch, joiner=Parts(group, RULES))
         _BY_ASKS[id(self.turns.asks)] = self
         self.workers: dict[str, Worker] = {}
+        self.begun: dict[str, int] = {}
+        # A location at which rank 1 has another value than rank 0, and from which step on.
+        self.odd: tuple[Location, int] | None = None
         self.seen: dict[Location, torch.Tensor] = {}
 
-    def add(self, request: str, block: Callable[[], None]) -> None:
+    def add(self, request: str, block: Callable[[], None], step: int = 0) -> None:
+        self.begun[request] = step
         worker = Worker(request, block, __file__, self.switch.new_slot(False))
         self.workers[request] = worker
         self.turns.add(worker)
@@ -80,15 +84,17 @@ class SplitRank:
     def step(self, number: int) -> None:
         for index, (request, worker) in enumerate(self.workers.items()):
             self.turns.catch_up(request)
-            self.turns.open_step(request, number)
+            self.turns.open_step(request, number - self.begun[request])
             self.turns.agree(request, is_new=False, has_failed=False)
             worker.cut = TokenCut(Rows(index * TOKENS, TOKENS, len(self.workers) * TOKENS))
         for location in (FUSED, WHOLE, SUMMED, UNKNOWN, LAST):
             value = self._computed(location)
+            if self.odd is not None and self.odd[0] == location and self.odd[1] <= number:
+                value += self.group.rank
             self.seen[location] = self.turns.serve(location, value)
             self.group.gather(torch.zeros(1))  # one of the model's own
         for request in self.workers:
-            self.turns.close_step(request, number)
+            self.turns.close_step(request, number - self.begun[request])
 
     def _computed(self, location: Location) -> torch.Tensor:
         rows = torch.arange(len(self.workers) * TOKENS, dtype=torch.float32)[:, None]
@@ -107,9 +113,20 @@ class SplitRank:
 
 
 def run_split(
-    blocks: dict[str, Callable[[int, list[Any]], None]], num_steps: int = 1
+    blocks: dict[str, Callable[[int, list[Any]], None]],
+    num_steps: int = 1,
+    *,
+    begin: dict[str, int] | None = None,
+    odd: tuple[Location, int] | None = None,
 ) -> tuple[list[SplitRank], list[dict[str, list[Any]]]]:
-    """Run each request's block on two ranks; return the ranks, and what the blocks appended."""
+    """Run each request's block on two ranks; return the ranks, and what the blocks appended.
+
+    Args:
+        blocks: By request.
+        num_steps: Of the model.
+        begin: With which step a request begins, if not with the first.
+        odd: See `SplitRank`.
+    """
     slots: list[Any] = [None, None]
     barrier = threading.Barrier(2)
     ranks: list[SplitRank | None] = [None, None]
@@ -120,9 +137,12 @@ def run_split(
         try:
             side = SplitRank(ThreadGroup(rank, slots, barrier))
             ranks[rank] = side
-            for name, block in blocks.items():
-                side.add(name, lambda block=block, name=name: block(rank, found[rank][name]))
+            side.odd = odd
             for number in range(num_steps):
+                for name, block in blocks.items():
+                    if (begin or {}).get(name, 0) == number:
+                        own = found[rank][name]
+                        side.add(name, lambda block=block, own=own: block(rank, own), number)
                 side.step(number)
             side.finish()
         except BaseException as error:

@@ -103,6 +103,12 @@ class Touched:
             self.seen |= drawing.keys()
             for one in whole.values():
                 self._call(one)
+        for name, method in uses.put_by:
+            value = names.get(name)
+            # What a method of the user's own does is told by its text.
+            is_told = _method_of(value, method) is not None
+            if name in names and not is_told and not isinstance(value, _CONSTANT):
+                self._change({key_of(value): value})
         for name, method in uses.called:
             self._call_method(names.get(name), method)
 
@@ -142,6 +148,15 @@ class Touched:
         for value in around.values():
             self._change(self._reached(value))
             self.seen |= self._reached(value).keys()
+
+
+def _method_of(value: Any, name: str) -> FunctionType | None:
+    """Return the function of the user's that ``value.name()`` calls; None for any other."""
+    kind = type(value)
+    found = getattr(kind, name, None)
+    if found is None and has_fields(value) and not issubclass(kind, RemoteValue):
+        found = fields_of(value).get(name)
+    return found if type(found) is FunctionType and is_of_the_user(found) else None
 
 
 def leads_to(value: Any, keys: set[Any]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -216,3 +217,37 @@ def test_functions_that_change_something_around_themselves() -> None:
         with tracer.invoke("f"):
             note(2)
     assert found.companies == [[0, 1], [2, 3]]
+
+
+class _Adder:
+    """A user's own object whose `add` changes nothing of it, and whose `note` does."""
+
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, part: Any, value: Any) -> None:
+        part.output[:] += value
+
+    def note(self, value: Any) -> None:
+        self.total += value
+
+
+def _mlp(part: Any) -> Any:
+    return part.output
+
+
+def test_helpers_that_change_only_what_they_are_given_leave_invokes_apart() -> None:
+    found = Collected()
+    ops = SimpleNamespace(add=_Adder.add, mlp=_mlp)
+    layers = [torch.nn.Identity()]
+    names = {"ops": ops, "own": _Adder(), "mlp": _mlp, "layer": 3, "v": torch.ones(2)}
+    for line in (
+        "ops.add(None, layer, v)",
+        "ops.mlp(layer)[-1] += v",
+        "own.add(layer, v)",
+        "mlp(layer)[-1] += v",
+        "mlp(layer).mul_(2)",
+    ):
+        assert found.of(line, names) == [], line
+    for line in ("own.note(1)", "v.add_(1)", "own.total += 1", "ops.add = 3", "row.add(layer)"):
+        assert found.of(line, names | {"row": deque(layers)}) == [[0, 1]], line

@@ -314,6 +314,47 @@ def test_what_many_have_written_is_compared_in_few_messages():
             assert errors == [type(None)] * 39
 
 
+def test_a_value_that_was_alike_is_compared_along_with_the_turns():
+    blocks = {"r": reads_last, "s": reads_last, "t": reads_last}
+    first, _ = run_split(blocks)
+    ranks, found = run_split(blocks, 3, begin={"s": 1, "t": 2})
+    assert all(worker.error is None for rank in ranks for worker in rank.workers.values())
+    assert torch.equal(found[0]["t"][0], PLAIN + 6)
+    # Of the model five a step, and of the three requests what they take beside the value; the value
+    # is compared once by itself. Steps after a request's end cost it one each.
+    assert first[0].group.num_collectives == 5 + 3 * 3 + 1 + 1
+    assert ranks[0].group.num_collectives == 3 * 5 + 3 * 3 + 3 + 1 + (2 + 1)
+
+
+@pytest.mark.parametrize("how", ["alone", "with others", "in a call", "writes"])
+def test_a_value_that_is_no_longer_alike_ends_those_who_had_it(how: str):
+    """And the next one is refused at its line, as it is where it never was alike."""
+
+    def uses(rank: int, out: list[Any]) -> None:
+        value = read(LAST)
+        if how == "in a call":
+            call("model.last", PLAIN, lambda given: given + 1)
+        elif how == "writes":
+            value[0] += 1
+
+    def elsewhere(rank: int, out: list[Any]) -> None:
+        out.append(read(WHOLE).clone())
+
+    blocks = {"early": reads_last, "r": uses, "beside": elsewhere, "late": reads_last}
+    begin = {"r": 1, "beside": 1, "late": 2}
+    if how == "with others":
+        blocks |= {"s": reads_last, "t": uses}
+        begin |= {"s": 1, "t": 1}
+    ranks, found = run_split(blocks, 3, begin=begin, odd=(LAST, 1))
+    for rank in ranks:
+        errors = {name: type(worker.error) for name, worker in rank.workers.items()}
+        assert errors.pop("early") is errors.pop("beside") is type(None)
+        assert errors.pop("late") is NotSupportedError
+        assert set(errors.values()) == {RankDivergenceError}
+        assert "handed" in str(rank.workers["r"].error)
+    assert torch.equal(found[0]["beside"][0], found[1]["beside"][0])
+
+
 def test_an_observer_of_one_rank_alone_goes_with_its_block():
     def block(rank: int, out: list[Any]) -> None:
         read(FUSED)
