@@ -124,6 +124,7 @@ class VLLM(VLLMTree):
         if not compat.IS_CPU:
             return
         machine.check_rotary_kernel(config)
+        self._arguments |= machine.latent_attention(config)
         given = self._arguments.get("kv_cache_memory_bytes")
         size = given or machine.kv_cache_bytes(
             config.model_config.hf_text_config,

@@ -25,6 +25,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.platforms import current_platform
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.sched.output import SchedulerOutput as SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler as Scheduler
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
@@ -46,6 +47,7 @@ VERSION: str = vllm.__version__
 # What this file, and everything that calls it, was written for.
 WRITTEN_FOR = "0.32"
 IS_CPU = current_platform.is_cpu()
+CPU_LATENT_ATTENTION = AttentionBackendEnum.CPU_MLA
 # Under this name a request carries its block in `SamplingParams.extra_args`.
 PAYLOAD = "nnsight_pp"
 # The stored edits that run beside it.

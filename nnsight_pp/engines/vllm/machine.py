@@ -21,6 +21,7 @@ import psutil
 import torch
 from vllm import envs
 
+from nnsight_pp.engines.vllm import compat
 from nnsight_pp.errors import ConfigurationError, MachineError, explain
 
 if TYPE_CHECKING:
@@ -105,6 +106,17 @@ def check_rotary_kernel(config: Any) -> None:
                 todo='Give `compilation_config={"custom_ops": ["none"]}`.',
             )
         )
+
+
+def latent_attention(config: Any) -> dict[str, Any]:
+    """Return the argument that has latent attention computed alike on every CPU.
+
+    Source: vllm 0.32.0 platforms/cpu.py:get_attn_backend_cls takes another backend for it where the
+    processor has AMX, which packs the weights, and does not start in float32.
+    """
+    if not config.model_config.use_mla or config.attention_config.backend is not None:
+        return {}
+    return {"attention_backend": compat.CPU_LATENT_ATTENTION}
 
 
 @contextmanager
