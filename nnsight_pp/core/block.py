@@ -24,11 +24,13 @@ from nnsight_pp.core.meaning import (
     refuse_leaving,
 )
 from nnsight_pp.core.raw_writes import WORDS
-from nnsight_pp.core.sharing import Uses, needed_of, uses_of
+from nnsight_pp.core.sharing import needed_of, uses_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import CodeType
+
+    from nnsight_pp.core.touches import Uses
 
 # With these a block can bind names that its text does not show.
 _BIND_MORE = frozenset({"eval", "exec", "globals", "locals", "setattr", "vars"})

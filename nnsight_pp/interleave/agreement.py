@@ -37,8 +37,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from nnsight_pp.core.location import Location
-    from nnsight_pp.core.protocols import JoinedValue, Joiner
+    from nnsight_pp.core.protocols import Cut, JoinedValue, Joiner
     from nnsight_pp.interleave.worker import Worker
+
+    # Who had a turn at one location, each with its cut of the value, if it was handed it.
+    Turns = list[tuple[Worker, Cut | None]] | None
 
 
 class Point(enum.IntEnum):
@@ -83,6 +86,33 @@ class Agreement:
         self._where = where
         # Those that have their turns at one location now, in order; `after_turns` comes then.
         self.beside: Sequence[Worker] = ()
+
+    def begin(self, workers: Sequence[Worker]) -> Turns:
+        """Return where the turns of ``workers`` are noted; None if each is compared at its end."""
+        is_one = self._joiner is None or len(workers) == 1
+        if is_one or any(one.timeline is not None for one in workers):
+            return None  # those that share names are compared in the middle of their turns
+        self.beside = workers
+        return []
+
+    def end(
+        self, turns: Turns, joined: JoinedValue | None, value: Any
+    ) -> Sequence[tuple[Worker, Any]]:
+        """Compare the workers of ``turns``, with what they have left in ``value``.
+
+        Returns:
+            Those that are to be compared by themselves, each with what it has written.
+        """
+        if turns is None:
+            return ()
+        pairs = [
+            (worker, None if joined is None or cut is None else joined.written(cut, value))
+            for worker, cut in turns
+        ]
+        workers = [worker for worker, _ in turns]
+        are_alike = not turns or self.after_turns(workers, [it for _, it in pairs], joined)
+        self.beside = ()
+        return [one for one in pairs if not are_alike or one[0].apart_by is not None]
 
     def after_turns(
         self, workers: Sequence[Worker], written: Sequence[Any], joined: JoinedValue | None

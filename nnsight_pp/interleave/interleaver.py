@@ -53,14 +53,16 @@ from nnsight_pp.interleave.unwind import unwind
 from nnsight_pp.interleave.visit import Handed, OpenVisit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from nnsight_pp.core.ask import Ask
-    from nnsight_pp.core.protocols import Cut, JoinedValue, Joiner, Link, Owners, Switch
+    from nnsight_pp.core.protocols import JoinedValue, Joiner, Link, Owners, Switch
+    from nnsight_pp.interleave.agreement import Turns
     from nnsight_pp.interleave.remote import RemoteAsk
     from nnsight_pp.interleave.worker import Worker
 
     _Joined = JoinedValue | None
+    _Access = Read | Write
 
 
 @final
@@ -149,7 +151,7 @@ class Interleaver:
         joined: _Joined = None
         while workers:
             workers = self._arrange(workers)
-            turns = self._begin_turns(workers)
+            turns = self.asks.agreement.begin(workers)
             for worker in workers:
                 ask = worker.ask
                 served[id(ask)] = ask
@@ -164,8 +166,8 @@ class Interleaver:
                         joined = self._joiner.join(location, handed.value, may_wait=True)
                         handed.value = joined.value
                     self._hand(worker, ask, handed, joined, turns)
-            if turns is not None:
-                self._end_turns(turns, joined, handed.value)
+            for worker, written in self.asks.agreement.end(turns, joined, handed.value):
+                self._agree(worker, written, joined)
             left = self._parked.at(location)
             workers = () if left is None else tuple(x for x in left if id(x.ask) not in served)
         value = handed.leave()  # blocks that share names may have edited it since they had it
@@ -196,7 +198,8 @@ class Interleaver:
             while isinstance(worker.ask, (Read, Write)) and worker.ask.visit <= step:
                 if worker.ask.location == RESULT:
                     break
-                self._too_late(worker, worker.ask)
+                error = self.asks.too_late(worker, worker.ask.location, worker.ask.visit)
+                self._throw(worker, self.asks.alone(worker, error, at=worker.ask.number))
                 self._agree(worker)
         if self._link is not None:
             self.asks.let_go.close(self._link, request, step)
@@ -247,17 +250,9 @@ class Interleaver:
         }
 
     def _hand(
-        self,
-        worker: Worker,
-        ask: Read | Write,
-        handed: Handed,
-        joined: _Joined,
-        turns: list[tuple[Worker, Cut | None]] | None = None,
+        self, worker: Worker, ask: _Access, handed: Handed, joined: _Joined, turns: Turns = None
     ) -> None:
-        """Open a visit of ``handed`` for ``worker``, and let it run.
-
-        With ``turns`` its ranks are compared when those have ended.
-        """
+        """Open a visit of ``handed`` for ``worker``, and let it run; ``turns`` takes it in."""
         cut = worker.cut or WHOLE
         if joined is not None:
             cut = joined.cut_of(cut, worker.where)
@@ -287,30 +282,6 @@ class Interleaver:
         elif joined is not None:
             self._agree(worker, joined.written(cut, handed.value), joined)
 
-    def _begin_turns(self, workers: Sequence[Worker]) -> list[tuple[Worker, Cut | None]] | None:
-        """Return where the turns of ``workers`` are noted, if they are compared at once."""
-        is_one = self._joiner is None or len(workers) == 1
-        if is_one or any(one.timeline is not None for one in workers):
-            return None  # those that share names are compared in the middle of their turns
-        self.asks.agreement.beside = workers
-        return []
-
-    def _end_turns(
-        self, turns: Sequence[tuple[Worker, Cut | None]], joined: _Joined, value: Any
-    ) -> None:
-        """Compare the workers of ``turns``, with what they have left in ``value``."""
-        written = [
-            None if joined is None or cut is None else joined.written(cut, value)
-            for _, cut in turns
-        ]
-        agreement = self.asks.agreement
-        workers = [worker for worker, _ in turns]
-        are_alike = not turns or agreement.after_turns(workers, written, joined)
-        agreement.beside = ()
-        for worker, one in zip(workers, written, strict=True):
-            if not are_alike or worker.apart_by is not None:
-                self._agree(worker, one, joined)
-
     def _agree(self, worker: Worker, *left: Any, has_failed: bool = False) -> None:
         """See Note [Ranks agree after every turn] in `interleave.agreement`."""
         error = self.asks.agreement.after_turn(worker, *left, has_failed=has_failed)
@@ -318,24 +289,12 @@ class Interleaver:
             self._unwind(one, error)
             self.observers.drop(one.request)  # another rank may have none: it joins no value
 
-    def _too_late(self, worker: Worker, ask: Read | Write) -> None:
-        error = self.asks.too_late(worker, ask.location, ask.visit)
-        self._throw(worker, self.asks.alone(worker, error, at=ask.number))
-
     def _unwind(self, worker: Worker, error: Exception | None = None) -> None:
         unwind(worker, self._throw, self.where, error)
         if not worker.has_ended:  # it caught all that it was thrown: leave it where it is
-            self._unpark(worker)
+            _unpark(self, worker)
             worker.abandon()
             self.ended(worker)
-
-    def _unpark(self, worker: Worker) -> None:
-        if isinstance(worker.ask, (Read, Write)):
-            self._parked.remove(worker.ask.place, worker)
-            self.skips.leave(worker)
-        elif isinstance(worker.ask, Join):
-            give_up(self.asks, worker, worker.ask.barrier)
-        worker.ask = None
 
     def resume(self, worker: Worker, value: Any) -> None:
         """Give ``worker`` the turn with the answer to its ask; then whom it let through."""
@@ -348,7 +307,7 @@ class Interleaver:
 
     def _turn(self, worker: Worker, step: Callable[[Any, Any, Any], Any], argument: Any) -> None:
         if worker.ask is not None:
-            self._unpark(worker)
+            _unpark(self, worker)
         worker.greenlet.parent = getcurrent()
         if worker.randomness is None:
             step(worker.slot, worker.greenlet, argument)
@@ -371,6 +330,15 @@ class Interleaver:
             _fail(self._link, worker.request, worker.error)
         if worker.timeline is not None:
             worker.timeline.fail(worker, worker.error)
+
+
+def _unpark(turns: Interleaver, worker: Worker) -> None:
+    if isinstance(worker.ask, (Read, Write)):
+        turns._parked.remove(worker.ask.place, worker)
+        turns.skips.leave(worker)
+    elif isinstance(worker.ask, Join):
+        give_up(turns.asks, worker, worker.ask.barrier)
+    worker.ask = None
 
 
 def _fail(link: Link, request: str, error: BaseException) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from nnsight_pp.core.protocols import RemoteValue
-from nnsight_pp.core.sharing import Uses, touches_of
+from nnsight_pp.core.touches import Uses, touches_of
 from nnsight_pp.engines.vllm.members import fields_of, has_fields
 from nnsight_pp.engines.vllm.outer import is_of_the_user
 from nnsight_pp.envoys.envoy import Envoy
