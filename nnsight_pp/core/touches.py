@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import final
 
 # Methods that put something into an object and tell nothing of it.
-_PUTTING = frozenset({"append", "extend", "add", "update", "save"})
+PUTTING = frozenset({"append", "extend", "add", "update", "save"})
 _LIBRARIES = frozenset({"torch", "F", "numpy", "np", "math", "einops"})
 # Methods that change it and may tell what it was.
-_CHANGING = frozenset(
+CHANGING = frozenset(
     {"insert", "pop", "popitem", "remove", "clear", "sort", "reverse", "setdefault", "discard"}
 )
 
@@ -132,8 +132,8 @@ class _Touches(ast.NodeVisitor):
         if isinstance(node.func, ast.Attribute):
             root, name = _root(node.func.value), node.func.attr
             is_own = isinstance(node.func.value, ast.Name)
-            is_changed = name in _CHANGING or _is_in_place(name)
-            if is_changed or (name in _PUTTING and name != "save"):
+            is_changed = name in CHANGING or _is_in_place(name)
+            if is_changed or (name in PUTTING and name != "save"):
                 self._put_below(node.func.value)
                 if root is not None and is_own:
                     self.put_by.add((root, name))
@@ -141,7 +141,7 @@ class _Touches(ast.NodeVisitor):
                 self.put.add(root)
             if root is not None and is_own:
                 self.called.add((root, name))
-            if not is_own or name not in _PUTTING:
+            if not is_own or name not in PUTTING:
                 self.visit(node.func)
         else:
             self.visit(node.func)
@@ -161,7 +161,7 @@ def _only_looks(function: ast.expr) -> bool:
     of = function.value
     while isinstance(of, ast.Attribute):
         of = of.value
-    return function.attr in _PUTTING or (isinstance(of, ast.Name) and of.id in _LIBRARIES)
+    return function.attr in PUTTING or (isinstance(of, ast.Name) and of.id in _LIBRARIES)
 
 
 def _is_in_place(name: str) -> bool:

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from nnsight_pp.interleave.worker import Worker
 
     # Who had a turn at one location, each with its cut of the value, if it was handed it.
-    Turns = list[tuple[Worker, Cut | None]] | None
+    Turn = tuple[Worker, Cut | None]
+    Turns = list[Turn] | None
 
 
 class Point(enum.IntEnum):
@@ -89,22 +90,19 @@ class Agreement:
 
     def begin(self, workers: Sequence[Worker]) -> Turns:
         """Return where the turns of ``workers`` are noted; None if each is compared at its end."""
-        is_one = self._joiner is None or len(workers) == 1
-        if is_one or any(one.timeline is not None for one in workers):
+        if self._joiner is None or any(one.timeline is not None for one in workers):
             return None  # those that share names are compared in the middle of their turns
         self.beside = workers
         return []
 
     def end(
-        self, turns: Turns, joined: JoinedValue | None, value: Any
+        self, turns: Sequence[Turn], joined: JoinedValue | None, value: Any
     ) -> Sequence[tuple[Worker, Any]]:
         """Compare the workers of ``turns``, with what they have left in ``value``.
 
         Returns:
             Those that are to be compared by themselves, each with what it has written.
         """
-        if turns is None:
-            return ()
         pairs = [
             (worker, None if joined is None or cut is None else joined.written(cut, value))
             for worker, cut in turns

@@ -110,8 +110,7 @@ class Interleaver:
             where=where,
             joiner=joiner,
         )
-        self._joiner, self._link = joiner, link
-        self.switch = switch
+        self.switch, self._joiner, self._link = switch, joiner, link
         self._parked = self.asks.parked
         # Only one of the two clocks counts visits; the other is spared the call.
         self._passed = clock.passed if isinstance(clock, VisitClock) else None
@@ -151,7 +150,7 @@ class Interleaver:
         joined: _Joined = None
         while workers:
             workers = self._arrange(workers)
-            turns = self.asks.agreement.begin(workers)
+            turns = None if len(workers) == 1 else self.asks.agreement.begin(workers)
             for worker in workers:
                 ask = worker.ask
                 served[id(ask)] = ask
@@ -166,8 +165,9 @@ class Interleaver:
                         joined = self._joiner.join(location, handed.value, may_wait=True)
                         handed.value = joined.value
                     self._hand(worker, ask, handed, joined, turns)
-            for worker, written in self.asks.agreement.end(turns, joined, handed.value):
-                self._agree(worker, written, joined)
+            if turns is not None:
+                for worker, written in self.asks.agreement.end(turns, joined, handed.value):
+                    self._agree(worker, written, joined)
             left = self._parked.at(location)
             workers = () if left is None else tuple(x for x in left if id(x.ask) not in served)
         value = handed.leave()  # blocks that share names may have edited it since they had it

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nnsight_pp.engines.vllm.imports import missing_of, modules_of
 from nnsight_pp.engines.vllm.members import around_of
+from nnsight_pp.engines.vllm.outer import is_of_the_user
 from nnsight_pp.engines.vllm.told import Told, told_by
 from nnsight_pp.wire.block_codec import is_installed, is_users
 
@@ -131,9 +132,7 @@ def _counts(function: FunctionType, mentions: set[str]) -> bool:
 
 
 def _is_users_function(function: FunctionType) -> bool:
-    module = sys.modules.get(function.__module__ or "")
-    is_own = module is None or module.__name__ == "__main__" or is_users(module)
-    return is_own and not is_installed(function.__code__.co_filename)
+    return is_of_the_user(function) and not is_installed(function.__code__.co_filename)
 
 
 def _is_of_a_library(found: Any) -> bool:

@@ -10,6 +10,7 @@ import dis
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, final
 
+from nnsight_pp.core import touches
 from nnsight_pp.core.meaning import all_codes
 from nnsight_pp.wire.block_codec import mentioned_in
 
@@ -35,13 +36,8 @@ SETTERS = frozenset(
 )
 # These too, where the filters are put back by `warnings.catch_warnings`.
 _PUT_BACK = frozenset({"filterwarnings", "simplefilter", "resetwarnings"})
-# Methods that change what a list, a dict or a set holds.
-CHANGING = frozenset(
-    [
-        *("append", "insert", "extend", "remove", "pop", "popitem", "clear", "update", "add"),
-        *("discard", "setdefault", "sort", "reverse", "appendleft", "extendleft", "popleft"),
-    ]
-)
+# Methods that change what a list, a dict, a set or a deque holds.
+CHANGING = (touches.PUTTING - {"save"} | touches.CHANGING) | {"appendleft", "extendleft", "popleft"}
 _BY_TEXT = frozenset({"import_module", "__import__"})
 _IMPORTS = dis.opmap["IMPORT_NAME"]
 _STORES = frozenset({"STORE_NAME", "STORE_GLOBAL", "STORE_FAST", "STORE_DEREF"})
