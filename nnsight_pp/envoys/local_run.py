@@ -16,6 +16,7 @@ from greenlet import getcurrent
 
 from nnsight_pp.core.rows import WHOLE
 from nnsight_pp.core.saved import active_saves
+from nnsight_pp.core.surroundings import managers_of_thread, within
 from nnsight_pp.envoys.cache_view import Cache
 from nnsight_pp.envoys.gate import Gate
 from nnsight_pp.envoys.row_batch import on_device_of
@@ -250,9 +251,8 @@ def _worker(
     request = f"invoke {number - num_stored}"
     filename = invocation.block.filename
     context = None if shared is None else shared.copy()
-    worker = Worker(
-        request, invocation.run, filename, slot, saves=invocation.saves, context=context
-    )
+    run = within(managers_of_thread(), invocation.run)
+    worker = Worker(request, run, filename, slot, saves=invocation.saves, context=context)
     worker.seat = number
     worker.writes_raw = invocation.block.known.writes_raw
     worker.reaches_raw = invocation.reaches_raw

@@ -3,23 +3,15 @@
 Every rank runs the same block, so from one seed every rank draws the same numbers. While a worker
 has the turn, the generators of the process are its own; when it gives the turn back, they are what
 they were before. So neither the model's sampling nor another request's block sees a draw. torch's
-default dtype is exchanged with them.
+default dtype, and its other settings where the user's differ, are exchanged with them.
 
 torch's CPU generator is exchanged at every turn, and CUDA's where CUDA is in use. The states of
 Python's `random` and of `numpy.random` are costly to read, so they are exchanged only for a block
-that may draw from them. `draws_of` decides that from the names which can be reached from the
-block's code: the code of the block, of what it defines, and of the functions, methods and modules
-that it refers to, the installed ones included, torch and the standard library excepted.
-
-* A name, an attribute, an import or a text ``random``, or a function of either module, counts as a
-  draw; it may be one from `numpy.random` where numpy is in reach too.
-* Code that can reach any name (`eval`, `exec`, `__import__`, `import_module`), and code that is too
-  large to be looked through, counts as a draw from both.
+that may draw from them (`interleave.draws`).
 
 Not covered: numbers that are meant to differ at every run. A generator that the block makes without
 a seed (`numpy.random.default_rng()`, `torch.Generator().seed()`, `random.seed()`,
-`random.SystemRandom`) differs on every rank. Give it a seed. Nor is code that is found only when
-it runs (`getattr` with a text that was put together, a compiled extension that draws by itself).
+`random.SystemRandom`) differs on every rank. Give it a seed.
 """
 
 from __future__ import annotations
@@ -28,49 +20,16 @@ import importlib
 import random
 import sys
 from collections.abc import Mapping
-from functools import lru_cache, partial
-from types import (
-    BuiltinMethodType,
-    CodeType,
-    FunctionType,
-    MappingProxyType,
-    MethodType,
-    ModuleType,
-)
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, final
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple, Self, final
 
 import torch
 
-from nnsight_pp.core.meaning import all_codes
+from nnsight_pp.core.surroundings import Exchanged, OfProcess
 from nnsight_pp.errors import NotSupportedError, explain
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-# How many pieces of code and how many values are looked at before a block counts as drawing.
-_MOST_CODES = 2000
-_MOST_VALUES = 20_000
-_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), torch.Tensor})
-_ANY_NAME = frozenset({"eval", "exec", "__import__", "import_module"})
-# What draws from neither, or only by functions that are found by their class.
-_QUIET = frozenset(
-    {"torch", "nnsight_pp", "numpy", *sys.stdlib_module_names} - {"test", "__main__"}
-)
-# Quiet themselves; what they hold may not be.
-_HOLDERS = (torch.nn.Module, type(lru_cache(int)))
 _SEED_BITS = 64
 _CPU = torch.default_generator
-
-
-class Draws(NamedTuple):
-    """Whether a block may draw from the generators that are costly to exchange."""
-
-    python: bool
-    numpy: bool
-
-
-# Said of code that is not looked through: that, and that it mentions every word.
-ANYTHING = (Draws(python=True, numpy=True), True)
 
 
 class Kept(NamedTuple):
@@ -93,13 +52,14 @@ class Randomness:
         dtype: What torch makes floating-point tensors of, where nothing is said. It is exchanged
             with the generators: the model must not see what a block sets.
         modules: What its imports find under these names, likewise.
+        settings: What it sees of torch's other settings, where that differs from the process's.
 
     Cost: 4 microseconds a turn; 43 more with ``python``, 340 more with ``numpy``.
     """
 
     __slots__ = (
         "_begun_with", "_driver", "_drivers_dtype", "_drivers_modules", "_dtype", "_is_torch_alone",
-        "_modules", "_numpy", "_own", "_python", "_seed",
+        "_modules", "_numpy", "_own", "_python", "_seed", "_settings",
     )  # fmt: skip
 
     def __init__(
@@ -110,7 +70,9 @@ class Randomness:
         numpy: bool,
         dtype: torch.dtype = torch.float32,
         modules: Mapping[str, ModuleType] = MappingProxyType({}),
+        settings: OfProcess | None = None,
     ) -> None:
+        self._settings = None if settings is None else Exchanged(settings)
         self._modules = modules
         self._drivers_modules: dict[str, ModuleType] = {}
         self._begun_with = self._dtype = self._drivers_dtype = dtype
@@ -135,6 +97,8 @@ class Randomness:
         self._drivers_dtype = torch.get_default_dtype()
         if self._drivers_dtype is not self._dtype:
             torch.set_default_dtype(self._dtype)
+        if self._settings is not None:
+            self._settings.__enter__()
         if own is not None and self._is_torch_alone and not torch.cuda.is_initialized():
             self._driver = Kept(_CPU.get_state())
             _CPU.set_state(own.cpu)
@@ -162,6 +126,8 @@ class Randomness:
         self._dtype = torch.get_default_dtype()
         if self._drivers_dtype is not self._dtype:
             torch.set_default_dtype(self._drivers_dtype)
+        if self._settings is not None:
+            self._settings.__exit__()
         if self._is_torch_alone and not torch.cuda.is_initialized():
             self._own = Kept(_CPU.get_state())
             _CPU.set_state(driver.cpu)
@@ -221,180 +187,3 @@ class Randomness:
 
 def _cuda_generator() -> Any:
     return torch.cuda.default_generators[torch.cuda.current_device()]
-
-
-# ---- which generators a block may draw from ----------------------------------------------------
-
-
-def draws_of(code: CodeType, names: Mapping[str, Any]) -> Draws:
-    """Return from which generators ``code`` may draw, which looks ``names`` up around itself.
-
-    Cost: some 20 microseconds for a block without helpers; below 10 milliseconds for any.
-    """
-    return draws_and_mentions(code, names, frozenset())[0]
-
-
-def mentions(code: CodeType, names: Mapping[str, Any], words: frozenset[str]) -> bool:
-    """Whether ``code``, or what it can reach, may look up one of ``words`` as a name or attribute.
-
-    Cost: as `draws_of`.
-    """
-    return draws_and_mentions(code, names, words)[1]
-
-
-def draws_and_mentions(
-    code: CodeType, names: Mapping[str, Any], words: frozenset[str]
-) -> tuple[Draws, bool]:
-    """Return what `draws_of` and `mentions` do, in one walk."""
-    scan = _Scan(words)
-    scan.add_code(code, names)
-    try:
-        draws = scan.run()
-    except RecursionError:  # objects in objects, too deep to be looked through
-        return Draws(python=True, numpy="numpy" in sys.modules), True
-    return draws, scan.has_found
-
-
-@final
-class _Scan:
-    """A walk over the code that a block can reach.
-
-    Args:
-        words: Names and attributes to be looked for as well.
-
-    Attributes:
-        has_found: Whether one of them is mentioned, or may be.
-    """
-
-    def __init__(self, words: frozenset[str]) -> None:
-        self._words = words
-        self.has_found = False
-        self._has_numpy = False
-        self._is_drawing = False
-        self._is_open = False
-        self._seen: set[int] = set()
-        self._codes: list[tuple[CodeType, Mapping[str, Any]]] = []
-        # Keeps alive what `_seen` names by id.
-        self._alive: list[Any] = []
-
-    def add_code(self, code: CodeType, names: Mapping[str, Any]) -> None:
-        """Look through ``code``, whose names mean what ``names`` says."""
-        self._codes.append((code, names))
-
-    def run(self) -> Draws:
-        """Return what anything in reach may draw from."""
-        num_codes = 0
-        while self._codes and not self._is_open:
-            code, names = self._codes.pop()
-            for one in all_codes(code):
-                num_codes += 1
-                self._visit_code(one, names)
-            if num_codes > _MOST_CODES:
-                self._is_open = True
-        if self._is_open:
-            self.has_found = True
-            return Draws(python=True, numpy="numpy" in sys.modules or self._has_numpy)
-        return Draws(self._is_drawing, self._is_drawing and self._has_numpy)
-
-    def _visit_code(self, code: CodeType, names: Mapping[str, Any]) -> None:
-        mentioned = [*code.co_names, *(one for one in code.co_consts if isinstance(one, str))]
-        for name in mentioned:
-            parts = name.split(".") if len(name) < 100 else ()
-            self._has_numpy = self._has_numpy or "numpy" in parts
-            self._is_drawing = self._is_drawing or "random" in parts
-            self._is_open = self._is_open or not _ANY_NAME.isdisjoint(parts)
-            self.has_found = self.has_found or not self._words.isdisjoint(parts)
-        for name in code.co_names:
-            try:
-                value = names[name]
-            except (KeyError, NameError):  # what another invoke has not bound yet
-                continue
-            self._visit(value, code.co_names)
-
-    def _visit(self, value: Any, mentioned: Iterable[str]) -> None:
-        """Look at a value that is in reach; ``mentioned`` may be attributes of it."""
-        # CAUTION: a value of the model is read when it is asked for an attribute, even its class.
-        kind = type(value)
-        is_known = id(value) in self._seen and not issubclass(kind, ModuleType)
-        if is_known or kind in _PLAIN or self._is_open:
-            return
-        self._seen.add(id(value))
-        self._alive.append(value)
-        self._is_open = len(self._alive) > _MOST_VALUES
-        if issubclass(kind, ModuleType):
-            self._visit_module(value, mentioned)
-        elif issubclass(kind, partial):
-            for part in (value.func, *value.args, *value.keywords.values()):
-                self._visit(part, mentioned)
-        elif kind is MethodType:
-            self._visit(value.__func__, mentioned)
-            self._visit(value.__self__, mentioned)
-        elif kind is FunctionType:
-            self._visit_function(value)
-        elif kind in (list, tuple, set, frozenset):
-            for part in value:
-                self._visit(part, mentioned)
-        elif kind is dict:
-            for part in value.values():
-                self._visit(part, mentioned)
-        elif issubclass(kind, type):
-            self._visit_class(value)
-        else:
-            self._visit_object(value)
-
-    def _is_settled(self, module: str) -> bool:
-        """Note what a thing of ``module`` may draw from; return whether that is all there is."""
-        root = _root(module)
-        self._has_numpy = self._has_numpy or root == "numpy"
-        if module == "random" or module.startswith("numpy.random"):
-            self._is_drawing = True
-        return root in _QUIET
-
-    def _visit_module(self, module: ModuleType, mentioned: Iterable[str]) -> None:
-        if not self._is_settled(module.__name__):
-            held = vars(module)
-            for name in mentioned:
-                part = held.get(name)
-                if part is not None and id(part) not in self._seen:
-                    self._visit(part, mentioned)
-
-    def _visit_function(self, function: FunctionType) -> None:
-        if not self._is_settled(function.__module__ or ""):
-            self.add_code(function.__code__, function.__globals__)
-            names = function.__code__.co_names
-            for cell in function.__closure__ or ():
-                try:
-                    self._visit(cell.cell_contents, names)
-                except ValueError:
-                    continue  # not bound yet
-            named = (function.__kwdefaults__ or {}).values()
-            for default in (*(function.__defaults__ or ()), *named):
-                self._visit(default, names)
-
-    def _visit_class(self, kind: type) -> None:
-        for one in kind.__mro__:
-            if not self._is_settled(one.__module__):
-                for part in list(vars(one).values()):
-                    if isinstance(part, staticmethod | classmethod):
-                        part = part.__func__
-                    elif isinstance(part, property):
-                        part = part.fget
-                    if type(part) is FunctionType:
-                        self._visit(part, ())
-
-    def _visit_object(self, value: Any) -> None:
-        kind = type(value)
-        self._visit(kind, ())
-        if kind is BuiltinMethodType:  # `random.random` is a method of an object
-            self._visit(type(value.__self__), ())
-        elif _root(kind.__module__) not in _QUIET or issubclass(kind, _HOLDERS):
-            try:
-                held = object.__getattribute__(value, "__dict__")
-            except AttributeError:
-                return
-            for part in list(held.values()):
-                self._visit(part, ())
-
-
-def _root(module: str) -> str:
-    return module.partition(".")[0]

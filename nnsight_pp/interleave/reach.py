@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from nnsight_pp.interleave.randomness import mentions
+from nnsight_pp.interleave.draws import mentions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -30,7 +30,7 @@ def may_mention(
         words: Names and attributes.
 
     Cost: a microsecond, where the same code has been seen with the same functions; else as
-        `interleave.randomness.mentions`.
+        `interleave.draws.mentions`.
     """
     kinds: list[Any] = []
     for name in sorted(reads):

@@ -140,7 +140,7 @@ class GlooPeer:
         # Why it answers nothing more, once that is so.
         self.failure: str | None = None
         # What is read next; the extension reads from it as well.
-        self._frame = torch.empty(FRAME_BYTES, dtype=torch.uint8)
+        self._frame = torch.empty(FRAME_BYTES, dtype=torch.uint8, device="cpu")
         # How whole tensors are asked for and answered without the interpreter.
         self.lane = receiver.lane_to(self._rank, self._frame)
         # A sum over many elements is cut by threads: ours must have as many as the workers'.
@@ -330,7 +330,7 @@ class GlooPeer:
     def _body(self, length: int) -> torch.Tensor:
         """Return a body that its frame had no room for."""
         if length > _BODY_BYTES:
-            body = torch.empty(length, dtype=torch.uint8)
+            body = torch.empty(length, dtype=torch.uint8, device="cpu")
             self._group.recv([body], self._rank, _LARGE).wait()
             return body
         body, work = self._expected or self._expect()
@@ -341,7 +341,7 @@ class GlooPeer:
 
     def _expect(self) -> tuple[torch.Tensor, Any]:
         """Post the receive for the next body; return its memory and its work."""
-        body = torch.empty(_BODY_BYTES, dtype=torch.uint8)
+        body = torch.empty(_BODY_BYTES, dtype=torch.uint8, device="cpu")
         return body, self._group.recv([body], self._rank, _BODIES)
 
 

@@ -26,6 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from nnsight_pp.core.location import Location, Visit
 from nnsight_pp.core.rows import BatchCut, Rows
+from nnsight_pp.core.surroundings import managers_of_thread, within
 from nnsight_pp.errors import NotSupportedError, RowsError, Where, explain
 from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.clock import VisitClock
@@ -198,7 +199,7 @@ def _run(invocation: Invocation, backward: Callable[[], None]) -> None:
     turns = Interleaver(VisitClock(), switch)
     worker = Worker(
         _REQUEST,
-        invocation.run,
+        within(managers_of_thread(), invocation.run),
         invocation.block.filename,
         switch.new_slot(torch.is_grad_enabled()),
         saves=invocation.saves,

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from nnsight_pp.core.block import Block
+    from nnsight_pp.core.surroundings import Surroundings
 
 _LIBRARY_FOLDERS = tuple(
     Path(sysconfig.get_path(name)).resolve()
@@ -64,9 +65,8 @@ class BlockMessage:
         names: The objects that its names stand for.
         saved: Names whose objects were saved before the block began.
         seed: Seeds the numbers that the block draws, alike on every rank.
-        grad_enabled: Grad mode of the user's thread at the `with`.
         session: The client's name for the session that it is part of, or an empty text.
-        dtype: torch's default dtype of the user's process, likewise.
+        surroundings: What the user's thread has set at the `with`; None: as where it runs.
         frame: Names the frame in which it is written: blocks of one frame share names.
     """
 
@@ -74,11 +74,10 @@ class BlockMessage:
     block: Block
     names: dict[str, Any]
     saved: tuple[str, ...] = ()
-    grad_enabled: bool = True
     seed: int = 0
     frame: int = 0
     session: str = ""
-    dtype: torch.dtype = torch.float32
+    surroundings: Surroundings | None = None
 
 
 class _Writer(cloudpickle.Pickler):
@@ -178,7 +177,7 @@ class _Writer(cloudpickle.Pickler):
             self.met[key] = (start, start + obj.nbytes()), obj
         if key in self._pieces:
             return _part, (*self._pieces[key], obj.nbytes())
-        held = torch.empty(0, dtype=torch.uint8).set_(obj.cpu())
+        held = torch.empty(0, dtype=torch.uint8, device="cpu").set_(obj.cpu())
         return _memory, (bytearray(held.numpy().data), str(obj.device))
 
     def _by_value(self, module: ModuleType) -> None:
@@ -193,8 +192,9 @@ def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.T
 
 def _memory(data: bytearray, device: str) -> torch.UntypedStorage:
     # A copy, which torch may make larger.
-    held = torch.frombuffer(data, dtype=torch.uint8).clone() if data else torch.empty(0)
-    return held.to(device).untyped_storage()
+    if not data:
+        return torch.empty(0, device=device).untyped_storage()
+    return torch.frombuffer(data, dtype=torch.uint8).clone().to(device).untyped_storage()
 
 
 def _set_grad(tensor: torch.Tensor, grad: torch.Tensor) -> None:

@@ -125,7 +125,7 @@ def _share_elements(tensors: list[torch.Tensor]) -> bool:
     )
     if not is_simple:
         return True
-    seen = torch.zeros(length // size, dtype=torch.uint8)
+    seen = torch.zeros(length // size, dtype=torch.uint8, device="cpu")
     for one in tensors:
         place = seen.as_strided(one.shape, one.stride(), (one.data_ptr() - start) // size)
         if bool(place.any()):
@@ -139,7 +139,7 @@ def piece_of(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
     spans = [span_of(one) for one in tensors]
     start, stop = min(spans)[0], max(stop for _, stop in spans)
     lead = start % _ALIGN  # so that each lies as it is aligned here
-    piece = torch.zeros(lead + stop - start, dtype=torch.uint8)
+    piece = torch.zeros(lead + stop - start, dtype=torch.uint8, device="cpu")
     with torch.no_grad():
         if tensors[0].is_cpu:
             piece[lead:] = torch.frombuffer(memory_at(start, stop), dtype=torch.uint8)
@@ -161,7 +161,6 @@ def shown(whole: Any, look: Look) -> Any:
     """Return the tensor or the array that shows the memory of the tensor or array ``whole``."""
     if not isinstance(look.dtype, torch.dtype):
         return np.asarray(_Shown(whole, look))
-    made: Any = torch.empty(0, dtype=look.dtype)
     if isinstance(whole, torch.Tensor):
         storage = whole.untyped_storage()
         start = span_of(whole)[0] - storage.data_ptr() + look.offset
@@ -169,6 +168,7 @@ def shown(whole: Any, look: Look) -> Any:
         first, last = span_of_array(whole)
         flat = Look("|u1", (last - first,), (1,), 0, is_writeable=True)
         storage, start = torch.from_numpy(shown(whole, flat)).untyped_storage(), look.offset
+    made: Any = torch.empty(0, dtype=look.dtype, device=storage.device)
     return made.set_(storage, start // look.dtype.itemsize, look.shape, look.strides)
 
 

@@ -214,7 +214,7 @@ def encode(
         padding = -len(flat) % _ALIGN
         pieces.append(flat)
         if padding:
-            pieces.append(torch.zeros(padding, dtype=torch.uint8))
+            pieces.append(torch.zeros(padding, dtype=torch.uint8, device="cpu"))
         offset += len(flat) + padding
     return pickle.dumps((body, table, members)), pieces
 
@@ -328,7 +328,7 @@ def _views(shared: _Shared, payload: torch.Tensor) -> list[torch.Tensor]:
     found = []
     for name, shape, stride, start, is_parameter in views:
         dtype = _DTYPES[name]
-        one: Any = torch.empty(0, dtype=dtype)
+        one: Any = torch.empty(0, dtype=dtype, device=storage.device)
         one.set_(storage, start // dtype.itemsize, shape, stride)
         if is_parameter is not None:
             one = torch.nn.Parameter(one, requires_grad=is_parameter)
@@ -352,7 +352,7 @@ def _tensors(group: _Group, payload: torch.Tensor) -> list[torch.Tensor]:
         tensors = [payload[offset : offset + length].view(dtype).reshape(shape).clone()]
     else:  # of a storage that has its own length, and keeps the payload
         start = offset + payload.storage_offset()
-        own: Any = torch.empty(0, dtype=dtype)
+        own: Any = torch.empty(0, dtype=dtype, device=payload.device)
         tensors = [own.set_(payload.untyped_storage()[start : start + length], 0, shape)]
     if is_parameter is None:
         return tensors
@@ -380,7 +380,7 @@ def from_bytes(data: bytes, own: Callable[[FromHome], Any] = _as_it_is) -> Any:
     (length,) = _LENGTH.unpack_from(data)
     header = data[start : start + length]
     elements = bytearray(memoryview(data)[start + length :])
-    payload = torch.empty(0, dtype=torch.uint8)
+    payload = torch.empty(0, dtype=torch.uint8, device="cpu")
     if elements:
         payload = torch.frombuffer(elements, dtype=torch.uint8)
     return decode(header, payload, own)

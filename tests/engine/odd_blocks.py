@@ -7,10 +7,11 @@ masks, views, numpy, torch's modes, refused asks that are caught, edits that com
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 
 from engine import users_module
@@ -436,6 +437,49 @@ def a_default_dtype_of_its_own(model: VLLM, layers: list[Any]) -> Any:
         single = torch.zeros(2).save()
     assert single.dtype == torch.float32
     return late, logits
+
+
+@contextlib.contextmanager
+def settings_of_the_user() -> Iterator[None]:
+    torch.set_printoptions(precision=2, sci_mode=False)
+    torch.set_float32_matmul_precision("high")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with torch.device("meta"), np.errstate(divide="raise"), np.printoptions(precision=3):
+            yield
+    finally:
+        torch.set_printoptions(profile="default")
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+
+
+@odd
+def settings_around_a_trace(model: VLLM, layers: list[Any]) -> Any:
+    number = torch.tensor([1.23456, 100000.0])
+    outer = [[str(number), str(np.array([1.23456]))], "meta", "high", True, "raise"]
+    with settings_of_the_user(), model.trace(PROMPT, temperature=0.0, max_tokens=2) as tracer:
+        seen = [].save()
+        for _ in tracer.iter[:2]:
+            early, late = layers[0].mlp.output.clone().save(), layers[3].mlp.output.clone().save()
+            seen.append(
+                [
+                    [str(number), str(np.array([1.23456]))],
+                    torch.zeros(1).device.type,
+                    torch.get_float32_matmul_precision(),
+                    torch.are_deterministic_algorithms_enabled(),
+                    np.geterr()["divide"],
+                ]
+            )
+    with settings_of_the_user():
+        outer[0] = [str(number), str(np.array([1.23456]))]
+    assert seen == [outer, outer]
+    with model.trace(PROMPT, temperature=0.0, max_tokens=1):
+        fresh = [torch.get_float32_matmul_precision(), str(number), np.geterr()["divide"]].save()
+    assert fresh == ["highest", str(number), "warn"]
+    with pytest.raises(NotSupportedError, match="autocast"):
+        with torch.autocast("cpu"), model.trace(PROMPT, temperature=0.0, max_tokens=1):
+            late = layers[3].mlp.output.save()
+    return early, late
 
 
 @odd

@@ -32,8 +32,9 @@ from nnsight_pp.errors import OutOfOrderError
 from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.barrier import Barrier
 from nnsight_pp.interleave.clock import StepClock
+from nnsight_pp.interleave.draws import draws_of
 from nnsight_pp.interleave.interleaver import Interleaver
-from nnsight_pp.interleave.randomness import Randomness, draws_of
+from nnsight_pp.interleave.randomness import Randomness
 from nnsight_pp.interleave.serve_order import ShuffledRequests
 from nnsight_pp.interleave.stacks import standing_of
 from nnsight_pp.interleave.steps import Steps

@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.tokenizers import get_tokenizer
 from vllm.transformers_utils.config import get_config
 
+from nnsight_pp.core.surroundings import with_usual_device
 from nnsight_pp.engines.vllm import compat, machine
 from nnsight_pp.engines.vllm.batch import Batch, without_block
 from nnsight_pp.engines.vllm.collect import collect
@@ -243,7 +244,7 @@ class VLLM(VLLMTree):
             session = self._session if tracer.is_nested and self._session.name else None
             own = {} if inputs else options
             batch = Batch(self, invocations, own, self._stored, session, of_model=self._of_model)
-            with self._lock:
+            with self._lock, with_usual_device():
                 self.dispatch()
                 error = batch.run(self._llm, self._call)
                 self._came_home = batch.came_home
@@ -266,7 +267,7 @@ class VLLM(VLLMTree):
         adapter = options.get("lora_request")
         own = {k: v for k, v in options.items() if k not in ("edits", "lora_request")}
         params = sampling_params(own, None)
-        with self._lock:
+        with self._lock, with_usual_device():
             self.dispatch()
             assert self._llm is not None
             if not chosen:

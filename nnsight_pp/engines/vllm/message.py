@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nnsight_pp.core.surroundings import Surroundings, check_modes
 from nnsight_pp.engines.vllm.imports import own_name_of, with_modules
 from nnsight_pp.engines.vllm.reached import Code, code_of, reached_by
 from nnsight_pp.errors import NotSupportedError, Where, explain
@@ -28,8 +29,12 @@ def message_of(trace: str, invocation: Invocation, session: str, *, depends: boo
         invocation: The block with its names.
         session: The client's name for its session, or an empty text.
         depends: Whether it shares names with blocks beside it.
+
+    Raises:
+        NotSupportedError: It stands inside autocast, or a mode of torch.
     """
     block = invocation.block
+    check_modes(block)
     around = invocation.names.beyond_siblings() if depends else invocation.names
     names = around.look_up(block.needs())
     return BlockMessage(
@@ -37,12 +42,11 @@ def message_of(trace: str, invocation: Invocation, session: str, *, depends: boo
         block,
         names,
         saved=tuple(name for name, value in names.items() if value in invocation.saves),
-        grad_enabled=torch.is_grad_enabled(),
         # Drawn here, so that the user's `torch.manual_seed` decides what the block draws.
-        seed=int(torch.randint(1 << 62, ()).item()),
+        seed=int(torch.randint(1 << 62, (), device="cpu").item()),
         frame=invocation.frame,
         session=session,
-        dtype=torch.get_default_dtype(),
+        surroundings=Surroundings.now(),
     )
 
 
@@ -105,6 +109,17 @@ def _check(code: Code, messages: Sequence[BlockMessage], name_of: Callable[[Any]
                 why="It runs in the engine's processes: yours would not see it, and the requests "
                 "of others would.",
                 todo="Do it before or after the `with`.",
+            )
+        )
+    replaced = code.replaced()
+    if replaced is not None:
+        word, own = replaced
+        raise NotSupportedError(
+            explain(
+                _said_of(code, f"uses `{word}`, which is your own {own.__qualname__}"),
+                where=_where(code, word, messages, name_of),
+                why="It runs in the engine's processes, where the library has what it came with.",
+                todo="Use your function under a name of its own.",
             )
         )
     missing = code.missing()

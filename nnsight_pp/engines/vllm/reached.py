@@ -13,6 +13,8 @@ from collections import OrderedDict, deque
 from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from nnsight_pp.engines.vllm.imports import missing_of, modules_of
 from nnsight_pp.engines.vllm.members import around_of
 from nnsight_pp.engines.vllm.outer import is_of_the_user
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 _CONTAINERS = (list, dict, set, deque, OrderedDict)
 # Methods that torch calls by itself.
 _BY_TORCH = frozenset({"backward", "forward", "jvp", "setup_context", "step", "vjp"})
+# Its methods are found by their names alone.
+_PATCHED = (torch.Tensor, torch.nn.Module)
+_MOCKS = frozenset(("unittest.mock", name) for name in ("patch", "_patch_object"))
 _NOT_THERE = object()
 
 
@@ -63,6 +68,26 @@ class Code(NamedTuple):
                 continue
             if is_librarys:
                 return ".".join(change.path).removesuffix("...").rstrip("."), change.line
+        for path in self.told.uses:
+            found, _ = self._owner(path)
+            if type(found) is FunctionType and (found.__module__, found.__name__) in _MOCKS:
+                return ".".join(path), None
+        return None
+
+    def replaced(self) -> tuple[str, FunctionType] | None:
+        """Return a function of a library that it uses and the user has replaced, or None.
+
+        That is the name and the user's own function. What only a library's code uses is not seen.
+        """
+        for path in self.told.uses:
+            found, is_librarys = self._owner(path)
+            if is_librarys and type(found) is FunctionType and _is_users_function(found):
+                return ".".join(path), found
+        for kind in _PATCHED:
+            held = vars(kind)
+            for name in held.keys() & self.told.mentions:
+                if type(held[name]) is FunctionType and _is_users_function(held[name]):
+                    return f"{kind.__name__}.{name}", held[name]
         return None
 
     def _owner(self, path: tuple[str, ...]) -> tuple[Any, bool]:
@@ -119,7 +144,9 @@ def reached_by(messages: Iterable[BlockMessage], functions: Iterable[FunctionTyp
 
 
 def _is_silent(told: Told) -> bool:
-    return not (told.imports or told.texts or told.environment or told.setters or told.changes)
+    return not any(
+        (told.imports, told.texts, told.environment, told.setters, told.changes, told.uses)
+    )
 
 
 def _counts(function: FunctionType, mentions: set[str]) -> bool:

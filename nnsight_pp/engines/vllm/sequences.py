@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_pp.core.alike import Comparison
 from nnsight_pp.engines.vllm import compat
-from nnsight_pp.interleave.randomness import mentions
+from nnsight_pp.interleave.draws import mentions
 from nnsight_pp.wire.merge import merge_reports
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
+from nnsight_pp.core.surroundings import Surroundings, check_modes
 from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.message import encoded
@@ -127,7 +128,8 @@ class RequestEdits:
         """Return ``edits`` for the request that the client calls ``trace``."""
         messages = []
         for number, edit in enumerate(edits):
-            seed = int(torch.randint(1 << 62, ()).item())
+            check_modes(edit.block)
+            seed = int(torch.randint(1 << 62, (), device="cpu").item())
             names = edit.names.look_up(edit.block.needs())
             name = f"{trace} edit {number}"
             messages.append(
@@ -135,9 +137,8 @@ class RequestEdits:
                     name,
                     edit.block,
                     names,
-                    grad_enabled=torch.is_grad_enabled(),
                     seed=seed,
-                    dtype=torch.get_default_dtype(),
+                    surroundings=Surroundings.now(),
                 )
             )
         return cls(messages)

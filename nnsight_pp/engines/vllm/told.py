@@ -31,7 +31,7 @@ SETTERS = frozenset(
         *("register_module_full_backward_hook", "register_module_full_backward_pre_hook"),
         *("filterwarnings", "simplefilter", "resetwarnings", "captureWarnings", "basicConfig"),
         *("setLevel", "addHandler", "removeHandler", "chdir", "fchdir", "umask", "setlocale"),
-        *("setrecursionlimit", "setswitchinterval", "settrace", "setprofile"),
+        *("sdpa_kernel", "setrecursionlimit", "setswitchinterval", "settrace", "setprofile"),
     ]
 )
 # These too, where the filters are put back by `warnings.catch_warnings`.
@@ -84,6 +84,7 @@ class Told(NamedTuple):
         environment: The words by which it looks at environment variables.
         setters: The words by which it sets something for its process.
         changes: What it changes of what it finds by names.
+        uses: What it finds by names, and by attributes behind them.
     """
 
     mentions: frozenset[str]
@@ -94,6 +95,7 @@ class Told(NamedTuple):
     environment: tuple[str, ...]
     setters: tuple[str, ...]
     changes: tuple[Change, ...]
+    uses: frozenset[tuple[str, ...]]
 
 
 @lru_cache(maxsize=4096)
@@ -115,6 +117,8 @@ def told_by(code: CodeType) -> Told:
         for text in one.co_consts
         if type(text) is str and text.replace(".", "_").isidentifier()
     }
+    uses: set[tuple[str, ...]] = set()
+    changes = tuple(change for one in codes for change in _Walk(one, known_as, uses).run())
     setters = names & SETTERS
     if "catch_warnings" in names:
         setters -= _PUT_BACK
@@ -126,7 +130,8 @@ def told_by(code: CodeType) -> Told:
         known_as,
         tuple(sorted(names & ENVIRONMENT)),
         tuple(sorted(setters)),
-        tuple(change for one in codes for change in _Changes(one, known_as).run()),
+        changes,
+        frozenset(uses),
     )
 
 
@@ -158,15 +163,19 @@ def _read_imports(
 
 
 @final
-class _Changes:
+class _Walk:
     """A walk over the operations of one code.
 
     Args:
         code: It.
         known_as: Names that its imports bind.
+        uses: Gets what it finds.
     """
 
-    def __init__(self, code: CodeType, known_as: dict[str, tuple[str, str]]) -> None:
+    def __init__(
+        self, code: CodeType, known_as: dict[str, tuple[str, str]], uses: set[tuple[str, ...]]
+    ) -> None:
+        self._uses = uses
         self._code = code
         self._known_as = known_as
         self._path: tuple[str, ...] = ()  # what the last operations have found
@@ -188,6 +197,7 @@ class _Changes:
         elif operation in _ATTRIBUTES:
             if self._path:
                 self._path = (*self._path, argument)
+                self._uses.add(self._path)
                 if len(self._path) > 2 and argument in CHANGING:
                     yield self._change(self._path, is_call=True)
         elif operation == "COPY":
@@ -214,6 +224,7 @@ class _Changes:
                 self._is_setattr = True
             else:
                 self._path = (argument,)
+                self._uses.add(self._path)
 
     def _change(self, path: tuple[str, ...], *, is_call: bool = False) -> Change:
         return Change(path, is_call, self._line)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nnsight_pp.core.raw_writes import WORDS
 from nnsight_pp.core.rows import TokenCut
+from nnsight_pp.core.surroundings import Surroundings, within
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.imports import modules_in
-from nnsight_pp.interleave.randomness import ANYTHING, Randomness, draws_and_mentions
+from nnsight_pp.interleave.draws import ANYTHING, draws_and_mentions
+from nnsight_pp.interleave.randomness import Randomness
 from nnsight_pp.interleave.worker import Worker
 
 if TYPE_CHECKING:
@@ -98,7 +101,11 @@ def worker_of(
     traced.message, traced.scope = message, scope
     message.block.show_in_tracebacks()
     code = message.block.code()
-    slot = switch.new_slot(message.grad_enabled)
+    here = Surroundings.now()
+    around = message.surroundings or here
+    slot = switch.new_slot(around.grad_enabled)
+    context = copy_context()
+    context.run(around.set_numpys)
     modules = modules_in(message.names)
     # What it reaches through modules that it imports is not looked for.
     draws, writes_raw = ANYTHING if modules else draws_and_mentions(code, message.names, WORDS)
@@ -106,15 +113,17 @@ def worker_of(
         saves.mark(message.names[name])
     worker = Worker(
         traced.request,
-        lambda: exec(code, scope),
+        within(around.managers(), lambda: exec(code, scope)),
         message.block.filename,
         slot,
         saves=saves,
+        context=context,
         randomness=Randomness(
             message.seed + compat.sequence_of(traced.request),
             python=draws.python,
             numpy=draws.numpy,
-            dtype=message.dtype,
+            dtype=around.dtype,
+            settings=None if around.of_process == here.of_process else around.of_process,
             modules=modules,
         ),
     )

@@ -23,8 +23,6 @@ def test_the_names_and_settings_of_the_moment_travel():
             message = message_of("t", invocation("    z = x\n"), "", depends=False)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert (message.names, message.dtype, message.grad_enabled) == (
-        {"x": [1]},
-        torch.float64,
-        False,
-    )
+    around = message.surroundings
+    assert around is not None
+    assert (message.names, around.dtype, around.grad_enabled) == ({"x": [1]}, torch.float64, False)

@@ -13,13 +13,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.flop_counter import FlopCounterMode
 
 from nnsight_pp.core.block import Block
+from nnsight_pp.core.surroundings import check_modes
 from nnsight_pp.engines.vllm.imports import modules_in
 from nnsight_pp.engines.vllm.message import encoded
 from nnsight_pp.engines.vllm.told import told_by
@@ -149,12 +152,17 @@ def test_a_method_that_nothing_mentions_does_not_count():
         ("warnings.filterwarnings('ignore')", "filterwarnings"),
         ("logging.getLogger('x').setLevel(10)", "setLevel"),
         ("os.chdir('/')", "chdir"),
+        ("with mock.patch('torch.relu'): pass", "mock.patch"),
+        ("with mock.patch.object(F, 'gelu', abs): pass", "mock.patch"),
+        ("import unittest.mock as m\nm.patch.dict(sys.modules)", "m.patch"),
+        ("with torch.nn.attention.sdpa_kernel(()): pass", "sdpa_kernel"),
         ("(lambda: torch.set_float32_matmul_precision('high'))()", "set_float32_matmul_precision"),
     ],
 )
 def test_what_a_block_sets_on_a_library_is_refused_at_its_line(text: str, word: str):
     names = {
         "F": F, "torch": torch, "sys": sys, "warnings": warnings, "logging": logging, "os": os,
+        "mock": mock,
     }  # fmt: skip
     found = refused(f"z = 1\n{text}", **names)
     assert word in found
@@ -166,6 +174,48 @@ def test_what_a_function_sets_on_a_library_is_refused_where_it_is_named(name: st
     text = refused("z = 1\ncall()", call=globals()[name])
     assert name in text
     assert "user.py:4" in text
+
+
+def uses_gelu(value: Any) -> Any:
+    return F.gelu(value)
+
+
+@pytest.mark.parametrize(
+    ("target", "name", "text"),
+    [
+        (F, "gelu", "z = F.gelu(z)"),
+        (F, "gelu", "z = torch.nn.functional.gelu(z)"),
+        (F, "gelu", "import torch.nn.functional as mine\nz = mine.gelu(z)"),
+        (F, "gelu", "call(z)"),
+        (torch.Tensor, "relu", "z = z.relu()"),
+        (torch.Tensor, "relu", "z = torch.Tensor.relu(z)"),
+        (np, "exp", "np.exp(z)"),
+    ],
+)
+def test_a_function_of_a_library_that_the_user_has_replaced_is_refused(
+    target: Any, name: str, text: str, monkeypatch: pytest.MonkeyPatch
+):
+    names = {"F": F, "torch": torch, "np": np, "z": 1.0, "call": uses_gelu}
+    sent(text, **names)
+    monkeypatch.setattr(target, name, uses_gelu)
+    found = refused(text, **names)
+    assert name in found
+    assert "uses_gelu" in found
+    assert f"user.py:{3 + text.count(chr(10))}" in found
+    sent("z = own(z)", own=uses_gelu if target is np else abs)
+
+
+def test_what_stands_around_a_trace_and_does_not_reach_a_rank_is_refused():
+    def modes() -> Iterator[Any]:
+        yield torch.autocast("cpu")
+        yield FlopCounterMode(display=False)
+
+    block = Block("user.py", 3, "    z = 1\n", "run")
+    for mode in modes():
+        with mode, pytest.raises(NotSupportedError, match=r"user\.py:2"):
+            check_modes(block)
+    with torch.device("meta"), torch.no_grad():
+        check_modes(block)
 
 
 def test_what_is_its_own_or_put_back_is_left_alone():

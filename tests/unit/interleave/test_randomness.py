@@ -12,8 +12,9 @@ import torch
 
 from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.clock import VisitClock
+from nnsight_pp.interleave.draws import Draws, draws_of
 from nnsight_pp.interleave.interleaver import Interleaver
-from nnsight_pp.interleave.randomness import Draws, Randomness, draws_of
+from nnsight_pp.interleave.randomness import Randomness
 from nnsight_pp.interleave.worker import Worker
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from nnsight_pp.core.block import Block
+from nnsight_pp.core.surroundings import Surroundings
 from nnsight_pp.wire.block_codec import BlockMessage, decode_block, encode_block, is_users
 
 BLOCK = Block("user.py", 3, "    x = helper(model)\n", "run")
@@ -64,8 +65,8 @@ def user_module(tmp_path, monkeypatch):
 
 
 def test_block_and_options_come_back():
-    back = shipped({"n": 1}, saved=("n",), grad_enabled=False)
-    assert back == BlockMessage("t", BLOCK, {"n": 1}, ("n",), False)
+    back = shipped({"n": 1}, saved=("n",), surroundings=Surroundings.now())
+    assert back == BlockMessage("t", BLOCK, {"n": 1}, ("n",), surroundings=Surroundings.now())
     assert back.block.code().co_name == "run"
 
 
