@@ -191,8 +191,8 @@ class _Merging:
         merged = []
         for column in zip(*[children(value) or () for _, value in real], strict=True):
             only = _only_tensor(column)
-            if only is not None:
-                merged.append(only)
+            if only is not None or _is_one_key(column):
+                merged.append(column[0] if only is None else only)
                 continue
             try:
                 merged.append(self._merged(list(zip(stages, column, strict=True))))
@@ -225,6 +225,8 @@ class _Merging:
     ) -> None:
         """Raise where what two stages hold, but for the parts of containers, is not alike."""
         held, others = value, other
+        if type(value) is type(other) is tuple and len(value) == len(other):
+            return
         if not is_leaf and type(value).__name__ == type(other).__name__:
             held, others = _frame_of(value), _frame_of(other)
             if _are_plainly_equal(held, others):
@@ -264,6 +266,14 @@ def _only_tensor(column: tuple[Any, ...]) -> Any:
     """Return the tensor that one stage ships and the others leave to it, else None."""
     real = [value for value in column if type(value) is not Elsewhere]
     return real[0] if len(real) == 1 and type(real[0]) is torch.Tensor else None
+
+
+def _is_one_key(column: tuple[Any, ...]) -> bool:
+    """Whether every stage has the same there, and it is what keys of dicts mostly are."""
+    first = column[0]
+    if type(first) is not tuple and type(first) is not str and type(first) is not int:
+        return False
+    return all(_are_plainly_equal(first, other) for other in column[1:])
 
 
 def _places_in(value: Any) -> list[str]:
