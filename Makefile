@@ -12,7 +12,10 @@ READY := $(VENV)/.ready
 # Tools start other tools (ninja, pip, ranks): they must find those of the environment.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-TIERS := unit crash harness engine
+# What needs one core each runs side by side, and then what wants the machine for itself.
+QUICK := unit crash
+SLOW := harness engine
+TIERS := $(QUICK) $(SLOW)
 FOLDERS_unit := tests/unit tests/contracts
 FOLDERS_crash := tests/crash
 FOLDERS_harness := tests/harness
@@ -37,10 +40,10 @@ model: $(READY)  ## Prepare SmolLM2-135M-Instruct in the user's cache
 demo: model  ## Run examples/quickstart.py on a two-stage engine
 	$(BIN)/python examples/quickstart.py
 
-# Cheapest first, one after the other; the first that fails ends it.
+# Cheapest first; the first that fails ends it. What runs side by side prints when it is over.
 test: model  ## Run lint and all tests, cheapest tier first
-	@$(MAKE) --no-print-directory lint
-	@for tier in $(TIERS); do $(MAKE) --no-print-directory test-$$tier || exit 1; done
+	@$(MAKE) --no-print-directory -j2 -O lint $(addprefix test-,$(QUICK))
+	@for tier in $(SLOW); do $(MAKE) --no-print-directory test-$$tier || exit 1; done
 	@echo "== all tiers passed"
 
 $(addprefix test-,$(TIERS)): test-%: $(READY)

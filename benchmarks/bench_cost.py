@@ -22,7 +22,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.backends import MODELS
-from benchmarks.contender_process import Contender, ContenderError, in_turns, start_pair
+from benchmarks.contender_process import (
+    Contender,
+    ContenderError,
+    in_turns,
+    start_pair,
+    start_together,
+)
 from benchmarks.engine_arguments import engine_arguments
 from benchmarks.findings import Finding, write_json
 from benchmarks.findings import markdown as rows_of_time
@@ -71,16 +77,22 @@ def _say(text: str) -> None:
 def start(up: ExitStack, shape: Shape, folder: Path, *, quick: bool) -> dict[str, Contender]:
     """Start the contenders of a shape; say why one is left out."""
     ours, plain = engine_arguments(folder, stages=shape.stages, tp=shape.tp)
+    module = {"repo_or_path": str(folder)}
+    here: dict[str, tuple[str, dict[str, Any]]] = {
+        "hooks": ("hooks", module),
+        "local": ("ours", {**module, "local": True}),
+    }
+    if quick:
+        return start_together(up, {"ours": ("ours", ours), "plain": ("plain", plain), **here})
     found = start_pair(up, ("ours", ours), ("plain", plain), quick=quick)
     _say(f"{shape.title}: the engines are up, ours after {found['ours'].start_s:.0f} s")
-    module = {"repo_or_path": str(folder)}
     wanted: dict[str, tuple[str, dict[str, Any]]] = {}
-    if quick or shape == (1, 1):
-        wanted["hooks"] = ("hooks", module)
-        wanted["local"] = ("ours", {**module, "local": True})
-        if not quick:
-            wanted["compiled"] = ("plain", {**plain, "enforce_eager": False})
-            wanted["nnsight"] = ("nnsight", module)
+    if shape == (1, 1):
+        wanted = {
+            **here,
+            "compiled": ("plain", {**plain, "enforce_eager": False}),
+            "nnsight": ("nnsight", module),
+        }
     for name, (kind, arguments) in wanted.items():
         try:
             python = str(peer_python(NNSIGHT)) if kind == "nnsight" else sys.executable

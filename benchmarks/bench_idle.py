@@ -217,7 +217,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a tiny model, one stage, few turns")
     parser.add_argument("--model", choices=MODELS, help="default: smollm2, with --quick tiny")
-    parser.add_argument("--stages", help="default: 1,2; with --quick 2")
+    parser.add_argument("--stages", help="default: 1,2; with --quick 1")
     parser.add_argument("--modes", help="default: eager,compiled; with --quick eager")
     parser.add_argument("--pairs", type=int, help="turns of each; default: 20, with --quick 1")
     parser.add_argument("--traces", type=int, help="default: 1000, with --quick 20")
@@ -225,7 +225,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write all samples to this file")
     given = parser.parse_args()
     usual = {"model": "smollm2", "stages": "1,2", "modes": f"{EAGER},{COMPILED}"}
-    quick = {"model": "tiny", "stages": "2", "modes": EAGER, "pairs": 1, "traces": 20, "starts": 0}
+    quick = {"model": "tiny", "stages": "1", "modes": EAGER, "pairs": 1, "traces": 20, "starts": 0}
     usual = quick if given.quick else {**usual, "pairs": 20, "traces": 1000, "starts": 3}
     for name, value in usual.items():
         if getattr(given, name) is None:

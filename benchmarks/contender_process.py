@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
@@ -142,26 +143,45 @@ def start_pair(
         up: Closes them, and those that were started when one does not start.
         one: Its kind and its arguments.
         other: The same of the other one.
-        quick: Start one of each and no more, for a run that looks at no time.
+        quick: Start one of each and no more, side by side, for a run that looks at no time.
 
     Raises:
         ContenderError: One did not start.
     """
     import psutil
 
+    if quick:
+        return start_together(up, {one[0]: one, other[0]: other})
     free = psutil.virtual_memory().available
-    if not quick:
-        up.enter_context(closing(Contender(*other)))
+    up.enter_context(closing(Contender(*other)))
     taken = free - psutil.virtual_memory().available
     found = {kind: up.enter_context(closing(Contender(kind, its))) for kind, its in (one, other)}
-    if quick:
-        return found
     if 5 * taken + _SPARE_BYTES > free:
         print(f"  no twins: an engine takes {taken >> 20} MiB of {free >> 20}", file=sys.stderr)
         return found
     for kind, _ in (other, one):
         found[kind].start_twin()
     return found
+
+
+def start_together(
+    up: ExitStack, wanted: dict[str, tuple[str, dict[str, Any]]]
+) -> dict[str, Contender]:
+    """Start contenders side by side, for a run that looks at no time; return them by name.
+
+    Args:
+        up: Closes them.
+        wanted: The kind and the arguments of each, by name.
+
+    Raises:
+        ContenderError: One did not start.
+    """
+    with ThreadPoolExecutor(len(wanted)) as threads:
+        coming = {name: threads.submit(Contender, *its) for name, its in wanted.items()}
+    for one in coming.values():
+        if one.exception() is None:
+            up.enter_context(closing(one.result()))
+    return {name: one.result() for name, one in coming.items()}
 
 
 def in_turns(

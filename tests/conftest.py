@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from engine.kept_engine import KeptEngine, put_in_order
+
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 # The folders of a tier; the examples run on engines too.
@@ -35,6 +37,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(tier)
         if tier == "gpu" and not _has_cuda():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    put_in_order(items, lambda item: _module(item.path))
+
+
+def _module(path: Path) -> str:
+    return path.relative_to(TESTS).as_posix() if path.is_relative_to(TESTS) else str(path)
 
 
 def _tier(path: Path) -> str:
@@ -80,6 +87,18 @@ def tiny_qwen2_path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory
     return make_tiny_qwen2(tmp_path_factory.mktemp("models") / "tiny-qwen2", smollm2_path)
 
 
+@pytest.fixture(scope="session")
+def kept_engine() -> Iterator[KeptEngine]:
+    """Lends engines to modules, and keeps the last one for the next module."""
+    from engine.backends import Engine
+
+    before = _processes() | _threads()
+    kept = KeptEngine(Engine, lambda: _processes() | _threads())
+    yield kept
+    kept.end()
+    _fail_on_rest("the kept engine", lambda: (_processes() | _threads()) - before)
+
+
 # ------------------------------------------------------------------- leaks
 
 
@@ -95,10 +114,15 @@ def nothing_left_by_test(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def nothing_left_by_module(request: pytest.FixtureRequest) -> Iterator[None]:
+    kept: KeptEngine | None = None
+    if _tier(request.path) == "engine":
+        kept = request.getfixturevalue("kept_engine")
+        kept.begin(_module(request.path))
     before = _processes() | _threads()
     workers_before = _started_greenlets()
     yield
-    _fail_on_rest("this module", lambda: (_processes() | _threads()) - before)
+    lasting = kept.parts if kept else set()
+    _fail_on_rest("this module", lambda: (_processes() | _threads()) - before - lasting)
     if len(_started_greenlets()) > len(workers_before):
         gc.collect()  # a worker in a reference cycle ends when the cycle does
         left = [text for text in _started_greenlets() if text not in workers_before]

@@ -6,9 +6,12 @@ fp32: hidden states agree when their cosine is above 0.99999 and no element diff
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from engine.backends import Engine
 
 
 class ChangedNeighbourError(AssertionError):
@@ -51,3 +54,23 @@ def _assert_close(found: torch.Tensor, wanted: torch.Tensor, where: str) -> None
     if wanted.numel() > 1 and wanted.any():
         cosine = torch.nn.functional.cosine_similarity(found, wanted, dim=0).item()
         assert cosine > 0.99999, f"{where}: cosine {cosine:.7f}"
+
+
+def logits_of(engine: Engine, prompt: str) -> torch.Tensor:
+    logits: Any = None
+    with engine.model.trace(prompt, temperature=0.0, max_tokens=1):
+        logits = engine.model.logits.save()
+    return logits[0]
+
+
+def assert_logits_as(hub: Any, engine: Engine, prompt: str) -> torch.Tensor:
+    """A traced and an untraced request give what Hugging Face's ``hub`` gives; returns that."""
+    ids = engine.tokenizer(prompt, return_tensors="pt").input_ids
+    with torch.no_grad():
+        wanted = hub(ids).logits[0, -1]
+    found = logits_of(engine, prompt)
+    torch.testing.assert_close(found[: len(wanted)], wanted, rtol=1e-4, atol=1e-4)
+    (output,) = engine.model.generate(prompt, temperature=0.0, max_tokens=1, logprobs=3)
+    for token, one in output.outputs[0].logprobs[0].items():
+        assert abs(one.logprob - float(wanted.log_softmax(0)[token])) < 1e-4
+    return wanted

@@ -1,16 +1,19 @@
-"""One engine per module, and the reference values that every engine is compared with."""
+"""An engine for a module, and the reference values that every engine is compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from engine.backends import Engine, Local
 from engine.neighbours import Neighbours
 from engine.table import BLOCKS
+
+if TYPE_CHECKING:
+    from engine.kept_engine import KeptEngine
 
 
 @pytest.fixture(scope="session")
@@ -34,13 +37,12 @@ def reference(local: Local) -> Callable[[str], dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def engine(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[Engine]:
+def engine(
+    request: pytest.FixtureRequest, smollm2_path: Path, kept_engine: KeptEngine
+) -> Iterator[Engine]:
     """An engine with as many stages as the module's parameter says."""
-    engine = Engine(str(smollm2_path), request.param)
-    try:
+    with kept_engine.lent(smollm2_path, request.param) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 @pytest.fixture(scope="module")

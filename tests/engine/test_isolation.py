@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from engine.backends import LONGER, PROMPT, SHORT, Engine
+
+if TYPE_CHECKING:
+    from engine.kept_engine import KeptEngine
 
 
 class UsersOwnError(Exception):
@@ -22,12 +25,9 @@ class UsersOwnError(Exception):
 
 
 @pytest.fixture(scope="module")
-def engine(smollm2_path: Path) -> Iterator[Engine]:
-    engine = Engine(str(smollm2_path), 2, in_process=True)
-    try:
+def engine(smollm2_path: Path, kept_engine: KeptEngine) -> Iterator[Engine]:
+    with kept_engine.lent(smollm2_path, 2, in_process=True) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 def beside(engine: Engine, what: str) -> list[torch.Tensor]:

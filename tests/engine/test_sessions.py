@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,14 +13,14 @@ import torch
 from engine.backends import PROMPT, SHORT, Engine
 from nnsight_pp import NotSupportedError, OutsideTraceError
 
+if TYPE_CHECKING:
+    from engine.kept_engine import KeptEngine
+
 
 @pytest.fixture(scope="module")
-def engine(smollm2_path: Path) -> Iterator[Engine]:
-    engine = Engine(str(smollm2_path), 2, in_process=True)
-    try:
+def engine(smollm2_path: Path, kept_engine: KeptEngine) -> Iterator[Engine]:
+    with kept_engine.lent(smollm2_path, 2, in_process=True) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 @pytest.fixture(autouse=True)

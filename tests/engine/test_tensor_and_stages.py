@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -22,6 +22,9 @@ from engine.sharded_surface import SURFACE, assert_alike_on_every_rank
 from engine.table import BLOCKS, IS_WHOLE, assert_block_same
 from nnsight_pp import LanguageModel
 
+if TYPE_CHECKING:
+    from engine.kept_engine import KeptEngine
+
 PIECES = {**SHARDED, **SURFACE}
 needs_matrix = pytest.mark.skipif(not IS_WHOLE, reason="NNSIGHT_PP_MATRIX is not 1")
 
@@ -29,13 +32,15 @@ needs_matrix = pytest.mark.skipif(not IS_WHOLE, reason="NNSIGHT_PP_MATRIX is not
 @pytest.fixture(scope="module")
 def wanted(tiny_qwen2_path: Path) -> dict[str, Any]:
     """What each block gives on one rank."""
-    with closing(Engine(str(tiny_qwen2_path), 1)) as engine:
+    with closing(Engine(str(tiny_qwen2_path), 1, in_process=True)) as engine:
         return {name: block(engine.model, engine.layers) for name, block in PIECES.items()}
 
 
 @pytest.fixture(scope="module")
-def four(tiny_qwen2_path: Path, wanted: dict[str, Any]) -> Iterator[Engine]:
-    with closing(Engine(str(tiny_qwen2_path), 2, tp=2)) as engine:
+def four(
+    tiny_qwen2_path: Path, wanted: dict[str, Any], kept_engine: KeptEngine
+) -> Iterator[Engine]:
+    with kept_engine.lent(tiny_qwen2_path, 2, tp=2) as engine:
         yield engine
 
 

@@ -16,22 +16,29 @@ import torch
 
 from engine import standard_blocks
 from engine.backends import Engine
-from engine.compare import assert_same
+from engine.compare import assert_logits_as, assert_same
 from engine.expert_blocks import EXPERTS, SHARED
 from engine.sharded import PROMPT
 from fakes.models import make_tiny
-from nnsight_pp import VLLM, BlockError, ConfigurationError, LanguageModel, NotServedError
+from nnsight_pp import (
+    VLLM,
+    BlockError,
+    ConfigurationError,
+    LanguageModel,
+    NotServedError,
+    NotSupportedError,
+)
 
 
 class Family:
-    """One family: its engine on two ranks, and what one rank gives."""
+    """One family: its engines on one rank and on two, and what one rank gives."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.path = path
         self.mixture = "block_sparse_moe" if name == "mixtral" else "mlp"
-        with contextlib.closing(Engine(str(path), 1, in_process=True)) as one:
-            self.blocks = EXPERTS | (SHARED if name == "qwen2_moe" else {})
-            self.wanted = {block: self.run(block, one) for block in self.blocks}
+        self.blocks = EXPERTS | (SHARED if name == "qwen2_moe" else {})
+        self.one = Engine(str(path), 1, in_process=True)
+        self.wanted = {block: self.run(block, self.one) for block in self.blocks}
         self.engine = Engine(str(path), 1, tp=2)
 
     def run(self, block: str, engine: Engine) -> Any:
@@ -40,6 +47,7 @@ class Family:
         )
 
     def close(self) -> None:
+        self.one.close()
         self.engine.close()
 
 
@@ -97,6 +105,33 @@ def test_one_text_in_standard_names(name: str, family: Family) -> None:
     model = family.engine.model
     assert_same(run(model, standard_blocks.on_vllm(model)), wanted, name)
     family.engine.assert_idle()
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe"], indirect=True)
+@pytest.mark.parametrize("on_two", [False, True], ids=["one rank", "two ranks"])
+def test_weights_of_experts_are_edited(on_two: bool, family: Family) -> None:
+    """The last ones: what both engines hold is not the checkpoint any more."""
+    from transformers import AutoModelForCausalLM
+
+    engine = family.engine if on_two else family.one
+    hub: Any = AutoModelForCausalLM.from_pretrained(family.path, dtype=torch.float32).eval()
+    hub.requires_grad_(False)
+    there, here = engine.model.model.layers[1].mlp, hub.model.layers[1].mlp
+    experts = there.experts.routed_experts
+    assert torch.equal(experts.w13_weight.clone(), here.experts.gate_up_proj)
+    experts.w13_weight[2, 70] = 0.4
+    here.experts.gate_up_proj[2, 70] = 0.4
+    experts.w2_weight[:, :, 40] *= 3
+    here.experts.down_proj[:, :, 40] *= 3
+    there.gate.weight[1] += 0.2
+    here.gate.weight[1] += 0.2
+    assert torch.equal(experts.w2_weight.clone(), here.experts.down_proj)
+    assert_logits_as(hub, engine, PROMPT)
+    with (
+        pytest.raises(NotSupportedError, match="repacked"),
+        engine.model.trace(PROMPT, max_tokens=1),
+    ):
+        size = experts.w2_weight.norm().save()
 
 
 def test_experts_that_are_not_split_are_refused_before_an_engine_starts(

@@ -41,7 +41,7 @@ def path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def wanted(path: str) -> dict[str, Any]:
     """What the blocks about pieces give on one rank."""
-    engine = Engine(path, 1)
+    engine = Engine(path, 1, in_process=True)
     try:
         return {name: block(engine.model, engine.layers) for name, block in PIECES.items()}
     finally:

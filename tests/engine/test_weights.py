@@ -12,15 +12,18 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
 
 from engine.backends import PROMPT, SHORT, Engine
-from fakes.models import make_tiny, make_tiny_qwen2
+from engine.compare import assert_logits_as, logits_of
 from nnsight_pp import VLLM, NotSupportedError
+
+if TYPE_CHECKING:
+    from engine.kept_engine import KeptEngine
 
 Q, K, W = 128, 64, 256
 # By its name: the edit of the engine, and of a model in this process.
@@ -90,67 +93,41 @@ NAMES: dict[str, Any] = {
     "rows": torch.linspace(-0.3, 0.3, 3 * 128).view(3, 128),
 }
 # Stages, ranks of each, and whether the engine does not compile.
-SHAPES = {
-    "one rank": (1, 1, True),
-    "one rank, compiled": (1, 1, False),
-    "two stages of two ranks": (2, 2, True),
+SHAPES: dict[str, dict[str, Any]] = {
+    "two stages of two ranks": {"stages": 2, "tp": 2},
+    "one rank": {"stages": 1, "in_process": True},
+    "one rank, compiled": {"stages": 1, "enforce_eager": False},
 }
 
 
-@pytest.fixture(scope="module")
-def path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_qwen2(tmp_path_factory.mktemp("models") / "qwen2", smollm2_path)
-
-
 @pytest.fixture(scope="module", params=SHAPES)
-def engine(request: pytest.FixtureRequest, path: Path) -> Iterator[Engine]:
-    stages, tp, eager = SHAPES[request.param]
-    here = stages * tp == 1 and eager
-    with contextlib.closing(
-        Engine(str(path), stages, tp=tp, enforce_eager=eager, in_process=here)
-    ) as engine:
+def engine(
+    request: pytest.FixtureRequest, tiny_qwen2_path: Path, kept_engine: KeptEngine
+) -> Iterator[Engine]:
+    shape = SHAPES[request.param]
+    with kept_engine.lent(tiny_qwen2_path, **shape, is_spoiled=True) as engine:
         yield engine
 
 
 @pytest.fixture
-def hub(path: Path) -> Any:
+def hub(tiny_qwen2_path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen2_path, dtype=torch.float32).eval()
     return model.requires_grad_(False)
 
 
-def logits_of(engine: Engine, prompt: str) -> torch.Tensor:
-    logits: Any = None
-    with engine.model.trace(prompt, temperature=0.0, max_tokens=1):
-        logits = engine.model.logits.save()
-    return logits[0]
-
-
-def assert_as(hub: Any, engine: Engine, prompt: str = PROMPT) -> torch.Tensor:
-    """A traced and an untraced request give what ``hub`` gives; returns that."""
-    ids = engine.tokenizer(prompt, return_tensors="pt").input_ids
-    with torch.no_grad():
-        wanted = hub(ids).logits[0, -1]
-    found = logits_of(engine, prompt)
-    torch.testing.assert_close(found[: len(wanted)], wanted, rtol=1e-4, atol=1e-4)
-    (output,) = engine.model.generate(prompt, temperature=0.0, max_tokens=1, logprobs=3)
-    for token, one in output.outputs[0].logprobs[0].items():
-        assert abs(one.logprob - float(wanted.log_softmax(0)[token])) < 1e-4
-    return wanted
-
-
 def test_every_edit_lands_as_in_this_process(engine: Engine, hub: Any) -> None:
-    before = assert_as(hub, engine)
+    before = assert_logits_as(hub, engine, PROMPT)
     for name, (there, here) in EDITS.items():
         exec(there, {**NAMES, "E": engine.model.model})
         exec(here, {**NAMES, "H": hub.model})
-        after = assert_as(hub, engine)
+        after = assert_logits_as(hub, engine, PROMPT)
         assert not torch.allclose(before, after, atol=1e-4), name
         before = after
     assert_reads_as(hub, engine)
     assert_refusals(engine)
-    assert_as(hub, engine, SHORT)
+    assert_logits_as(hub, engine, SHORT)
     engine.assert_idle()
 
 
@@ -212,8 +189,8 @@ def assert_refusals(engine: Engine) -> None:
 
 
 @pytest.fixture(scope="module")
-def lone(path: Path) -> Iterator[Engine]:
-    with contextlib.closing(Engine(str(path), 1, in_process=True)) as engine:
+def lone(tiny_qwen2_path: Path) -> Iterator[Engine]:
+    with contextlib.closing(Engine(str(tiny_qwen2_path), 1, in_process=True)) as engine:
         yield engine
 
 
@@ -238,56 +215,22 @@ def test_an_edit_while_a_request_runs_is_refused(lone: Engine, hub: Any) -> None
         thread.start()
         thread.join()
     assert len(caught) == 1
-    assert_as(hub, lone)
+    assert_logits_as(hub, lone, PROMPT)
 
 
 def test_prompts_are_computed_again_after_an_edit(lone: Engine, hub: Any) -> None:
     long = " ".join([PROMPT] * 8)
-    assert_as(hub, lone, long)
+    assert_logits_as(hub, lone, long)
     lone.model.model.layers[0].mlp.down_proj.weight[3] = 0.5
     hub.model.layers[0].mlp.down_proj.weight[3] = 0.5
-    assert_as(hub, lone, long)
+    assert_logits_as(hub, lone, long)
 
 
 def test_the_next_start_has_the_weights_of_the_checkpoint(lone: Engine, hub: Any) -> None:
     lone.model.model.norm.weight.zero_()
     assert not bool(logits_of(lone, PROMPT).any())
     lone.model.close()
-    assert_as(hub, lone)
-
-
-@pytest.fixture(scope="module", params=[1, 2])
-def mixture(
-    request: pytest.FixtureRequest, smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Engine, Path]]:
-    path = make_tiny("qwen2_moe", tmp_path_factory.mktemp("models") / "moe", smollm2_path)
-    tp = request.param
-    with contextlib.closing(Engine(str(path), 1, tp=tp, in_process=tp == 1)) as engine:
-        yield engine, path
-
-
-def test_weights_of_experts(mixture: tuple[Engine, Path]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    engine, path = mixture
-    hub: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    hub.requires_grad_(False)
-    there, here = engine.model.model.layers[1].mlp, hub.model.layers[1].mlp
-    experts = there.experts.routed_experts
-    assert torch.equal(experts.w13_weight.clone(), here.experts.gate_up_proj)
-    experts.w13_weight[2, 70] = 0.4
-    here.experts.gate_up_proj[2, 70] = 0.4
-    experts.w2_weight[:, :, 40] *= 3
-    here.experts.down_proj[:, :, 40] *= 3
-    there.gate.weight[1] += 0.2
-    here.gate.weight[1] += 0.2
-    assert torch.equal(experts.w2_weight.clone(), here.experts.down_proj)
-    assert_as(hub, engine)
-    with (
-        pytest.raises(NotSupportedError, match="repacked"),
-        engine.model.trace(PROMPT, max_tokens=1),
-    ):
-        size = experts.w2_weight.norm().save()
+    assert_logits_as(hub, lone, PROMPT)
 
 
 # What would change the client's tree, and nothing that runs.

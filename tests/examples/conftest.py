@@ -7,11 +7,14 @@ import importlib
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from loading import opened
+
+if TYPE_CHECKING:
+    from engine.kept_engine import KeptEngine
 
 
 @pytest.fixture(scope="module")
@@ -21,9 +24,9 @@ def local(smollm2_path: Path) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def two_stages(smollm2_path: Path) -> Iterator[Any]:
-    with opened("vllm", str(smollm2_path), stages=2) as model:
-        yield model
+def two_stages(smollm2_path: Path, kept_engine: KeptEngine) -> Iterator[Any]:
+    with kept_engine.lent(smollm2_path, 2) as engine:
+        yield engine.model
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from loading import opened
 
 from examples.by_hand import changed, numbers, outputs, words, zero
 
@@ -55,6 +56,13 @@ def test_two_stages_print_what_the_local_engine_prints(name, printed):
     assert words(there) == words(here)
     assert numbers(there) == pytest.approx(numbers(here), abs=NEAR)
     assert len(numbers(here)) >= 5
+
+
+def test_an_example_that_is_run_by_itself_has_an_engine_of_two_stages(smollm2_path):
+    """The tests share one that takes the same, and longer ones are not wanted here."""
+    with opened("vllm", str(smollm2_path)) as model:
+        assert len(model.model.layers) == 30
+        assert not model.dispatched  # it starts with the first block
 
 
 @pytest.mark.parametrize("name", NAMES)
