@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 
 from engine import shared_objects  # noqa: F401  (more odd blocks)
+from engine.backends import GAUGES
 from engine.compare import assert_same
 from engine.odd_blocks import ODD, PROMPT
 from engine.written_programs import Program, outcome, programs
@@ -57,6 +59,41 @@ def test_an_odd_block_gives_the_same(name: str, engines: Engines) -> None:
     one, two = (ODD[name](model, list(model.model.layers)) for model in engines)
     assert_same(two, one, name)
     assert engines[1].request_counts() == [0, 0]
+
+
+def forty_steps(model: VLLM) -> list[Any]:
+    """What four requests see, which park inside torch on values that are not there yet."""
+    first, last = model.model.layers[0], list(model.model.layers)[-1]
+    plain = torch.full((1,), 0.5)
+    with model.trace(temperature=0.0, max_tokens=40, ignore_eos=True) as tracer:
+        found = [].save()
+        for number, prompt in enumerate(["one two three", "the sea is", PROMPT, "four"]):
+            with tracer.invoke(prompt):
+                for _ in tracer.iter[:40]:
+                    early = first.mlp.output
+                    attention = last.self_attn.output
+                    with torch.no_grad():
+                        ones = torch.ones_like(attention)
+                    normed = last.post_attention_layernorm.output
+                    stacked = torch.stack([normed[0][-1], normed[0][-1] + 1])
+                    late = last.mlp.output
+                    found.append((number, early, attention, ones, stacked, late, plain + late[-1]))
+    return found
+
+
+def test_parks_inside_torch_never_end_a_rank(engines: Engines) -> None:
+    """Without the exchange of torch's thread state this ends in `c10::warn`, by a signal."""
+    one, two = (sorted(forty_steps(model), key=lambda row: row[0]) for model in engines)
+    assert len(two) == 160
+    assert_same(two, one, "steps")
+    for _, _, attention, ones, stacked, late, left in two:
+        assert torch.equal(ones, torch.ones_like(attention))
+        assert torch.equal(stacked[1], stacked[0] + 1)
+        assert torch.equal(left, 0.5 + late[-1])
+    assert torch.is_grad_enabled()
+    assert not torch.is_inference_mode_enabled()
+    for rank in engines[1].statistics():
+        assert {name: rank[name] for name in GAUGES if rank.get(name)} == {}
 
 
 def test_random_programs_give_the_same(engines: Engines) -> None:

@@ -29,13 +29,20 @@ QUICK = {
 
 COMMAND = """
 import sys
-from nnsight_pp import VLLM
+import torch
+from nnsight_pp import VLLM, ParkRefusedError
 model = VLLM(
     sys.argv[1], pipeline_parallel_size=2, dtype="float32", enforce_eager=True, max_model_len=64
 )
 with model.trace("one two three", temperature=0.0, max_tokens=1):
     late = model.model.layers[3].mlp.output.save()
 print(list(late.shape))
+try:
+    with model.trace("one two three", temperature=0.0, max_tokens=2):
+        early = model.model.layers[0].mlp.output
+        ones = torch.ones_like(model.model.layers[3].mlp.output).save()
+except ParkRefusedError as error:
+    print(error)
 """
 
 
@@ -47,7 +54,7 @@ class Watched:
     time, since ids come back.
     """
 
-    def __init__(self, command: list[str], folder: Path):
+    def __init__(self, command: list[str], folder: Path, **environment: str):
         self._out = (folder / "stdout").open("w+")
         self._err = (folder / "stderr").open("w+")
         self.seen: set[tuple[int, str]] = set()
@@ -56,7 +63,7 @@ class Watched:
             stdout=self._out,
             stderr=self._err,
             cwd=folder,
-            env={**os.environ, **QUICK},
+            env={**os.environ, **QUICK, **environment},
             start_new_session=True,
         )
 
@@ -138,8 +145,8 @@ def command_of(pid: int) -> str:
 def run(tmp_path: Path) -> Iterator[Callable[..., Watched]]:
     started = []
 
-    def start(*arguments: str) -> Watched:
-        started.append(Watched([sys.executable, *arguments], tmp_path))
+    def start(*arguments: str, **environment: str) -> Watched:
+        started.append(Watched([sys.executable, *arguments], tmp_path, **environment))
         return started[-1]
 
     yield start
@@ -185,8 +192,12 @@ def test_nothing_is_left_after_the_script(script_said: dict[str, Any]):
 def test_leaving_without_close_ends_the_engine_of_a_python_c(
     run: Callable[..., Watched], tiny_llama_path: Path
 ):
-    program = run("-c", COMMAND, str(tiny_llama_path))
-    assert program.finish().strip() == "[3, 128]"
+    """With the exchange of torch's thread state off, its second block is refused."""
+    program = run("-c", COMMAND, str(tiny_llama_path), NNSIGHT_PP_TLS_SWAP="0")
+    shape, refused = program.finish().split("\n", 1)
+    assert shape == "[3, 128]"
+    assert "NNSIGHT_PP_TLS_SWAP=0" in refused
+    assert "torch.ones_like(model" in refused
     assert len(program.seen) >= 2
     assert program.left() == []
 
