@@ -72,19 +72,19 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture(scope="session")
-def tiny_llama_path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_llama_path(smollm2_path: Path) -> Path:
     """A random 4-layer Llama folder, with the tokenizer of SmolLM2."""
-    from fakes.models import make_tiny_llama
+    from fakes.models import kept_folder, make_tiny_llama
 
-    return make_tiny_llama(tmp_path_factory.mktemp("models") / "tiny-llama", smollm2_path)
+    return kept_folder("tiny-llama", smollm2_path, make_tiny_llama)
 
 
 @pytest.fixture(scope="session")
-def tiny_qwen2_path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_qwen2_path(smollm2_path: Path) -> Path:
     """A random 4-layer Qwen2 folder, with the tokenizer of SmolLM2."""
-    from fakes.models import make_tiny_qwen2
+    from fakes.models import kept_folder, make_tiny_qwen2
 
-    return make_tiny_qwen2(tmp_path_factory.mktemp("models") / "tiny-qwen2", smollm2_path)
+    return kept_folder("tiny-qwen2", smollm2_path, make_tiny_qwen2)
 
 
 @pytest.fixture(scope="session")

@@ -37,6 +37,7 @@ def model(tiny_llama_path: Path) -> Iterator[VLLM]:
         str(tiny_llama_path),
         pipeline_parallel_size=2,
         dtype="float32",
+        enforce_eager=True,
         max_model_len=128,
         enable_lora=True,
         max_lora_rank=8,

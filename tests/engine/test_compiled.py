@@ -7,8 +7,6 @@ stages.
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import pytest
 
 from engine.backends import LONGER, PROMPT, SHORT, Engine, Local
 from engine.table import assert_block_same
+from fakes.models import kept_folder, make_tiny_llama
 from nnsight_pp.engines.vllm.prompts import sampling_params
 
 NUM_NAMES = 30
@@ -48,23 +47,8 @@ WIDTH = {"hidden_size": 576, "num_attention_heads": 18, "num_key_value_heads": 6
 
 
 @pytest.fixture(scope="module")
-def path(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that stays from run to run: compiled models are kept by their path."""
-    from fakes.models import make_tiny_llama
-
-    cache = os.environ.get("NNSIGHT_PP_CACHE") or Path.home() / ".cache" / "nnsight_pp"
-    folder = Path(cache) / "tests" / "six-layers"
-    if not folder.is_dir():
-        made = tmp_path_factory.mktemp("models") / "six-layers"
-        make_tiny_llama(made, smollm2_path, num_hidden_layers=6, **WIDTH)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        beside = folder.with_name(f"{folder.name}.{os.getpid()}")
-        shutil.copytree(made, beside)
-        try:
-            beside.rename(folder)
-        except OSError:  # another run was quicker
-            shutil.rmtree(beside)
-    return folder
+def path(smollm2_path: Path) -> Path:
+    return kept_folder("six-layers", smollm2_path, make_tiny_llama, num_hidden_layers=6, **WIDTH)
 
 
 def named(backend: Any) -> Any:

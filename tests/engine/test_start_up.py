@@ -197,7 +197,8 @@ def test_leaving_without_close_ends_the_engine_of_a_python_c(
     shape, refused = program.finish().split("\n", 1)
     assert shape == "[3, 128]"
     assert "NNSIGHT_PP_TLS_SWAP=0" in refused
-    assert "torch.ones_like(model" in refused
+    line = COMMAND[: COMMAND.index("ones =")].count("\n") + 1
+    assert f"<string>:{line}    <- here" in refused
     assert len(program.seen) >= 2
     assert program.left() == []
 

@@ -1,4 +1,7 @@
-"""The cells of `test_blocks.py` again, with three stages."""
+"""The cells of `test_blocks.py` where a stage in the middle can matter, again, with three stages.
+
+`NNSIGHT_PP_MATRIX=1` runs all of them, as `make matrix` does.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 
 from engine import standard_blocks
 from engine.compare import assert_same
-from engine.table import BLOCKS, IS_WHOLE
+from engine.table import BLOCKS, IS_WHOLE, ON_THREE
 from nnsight_pp import LanguageModel
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
     from engine.neighbours import Neighbours
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", ON_THREE)
 @pytest.mark.parametrize("engine", [3], indirect=True, ids=["vllm-3"], scope="module")
 def test_block(name: str, engine: Engine, reference: Callable[[str], dict[str, Any]]) -> None:
     assert_same(BLOCKS[name](engine), reference(name), name)

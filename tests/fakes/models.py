@@ -7,8 +7,11 @@ tokenizer that is copied in.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,28 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 2,
 }
+
+
+def kept_folder(name: str, tokenizer_from: Path, make: Callable[..., Path], **given: Any) -> Path:
+    """Return what ``make`` writes, in a folder of the user's cache that stays from run to run.
+
+    vLLM keeps what it has compiled by the path of the model. Another text of this file, another
+    tokenizer or other arguments make another folder.
+    """
+    import transformers
+
+    own = (Path(__file__).read_text(), tokenizer_from, given, transformers.__version__)
+    cache = os.environ.get("NNSIGHT_PP_CACHE") or Path.home() / ".cache" / "nnsight_pp"
+    digest = hashlib.sha256(repr(own).encode()).hexdigest()[:12]
+    folder = Path(cache) / "tests" / f"{name}-{digest}"
+    if not folder.is_dir():
+        beside = folder.with_name(f"{folder.name}.{os.getpid()}")
+        make(beside, tokenizer_from, **given)
+        try:
+            beside.rename(folder)
+        except OSError:  # another run was quicker
+            shutil.rmtree(beside)
+    return folder
 
 
 def tiny_llama(*, seed: int = 0, **changes: Any) -> Any:
