@@ -12,7 +12,11 @@ PUTTING = frozenset({"append", "extend", "add", "update", "save"})
 _LIBRARIES = frozenset({"torch", "F", "numpy", "np", "math", "einops"})
 # Methods that change it and may tell what it was.
 CHANGING = frozenset(
-    {"insert", "pop", "popitem", "remove", "clear", "sort", "reverse", "setdefault", "discard"}
+    [
+        *("insert", "pop", "popitem", "remove", "clear", "sort", "reverse", "setdefault"),
+        *("discard", "difference_update", "intersection_update", "symmetric_difference_update"),
+        *("appendleft", "extendleft", "popleft", "rotate", "move_to_end", "subtract"),
+    ]
 )
 
 

@@ -61,7 +61,9 @@ class Code(NamedTuple):
     def sets(self) -> tuple[str, int | None] | None:
         """Return what it sets on a library or in its process, and the line if known; or None."""
         for word in self.told.setters:
-            return word, None
+            uses = [path for path in self.told.uses if path[-1] == word]
+            if not uses or not all(map(self._is_method_of_an_own_object, uses)):
+                return word, None
         for change in self.told.changes:
             owner, is_librarys = self._owner(change.path[:-1])
             if change.is_call and not isinstance(owner, _CONTAINERS):
@@ -89,6 +91,12 @@ class Code(NamedTuple):
                 if type(held[name]) is FunctionType and _is_users_function(held[name]):
                     return f"{kind.__name__}.{name}", held[name]
         return None
+
+    def _is_method_of_an_own_object(self, path: tuple[str, ...]) -> bool:
+        """Whether ``path`` calls a method that the user has written, of an object around it."""
+        kind = type(self._owner(path[:-1])[0]) if path[:-1] else None
+        method = inspect.getattr_static(kind, path[-1], None)
+        return type(method) is FunctionType and _is_users_function(method)
 
     def _owner(self, path: tuple[str, ...]) -> tuple[Any, bool]:
         """Return what is found by ``path``, and whether a library holds it, or it is one itself."""

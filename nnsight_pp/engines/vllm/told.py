@@ -37,7 +37,7 @@ SETTERS = frozenset(
 # These too, where the filters are put back by `warnings.catch_warnings`.
 _PUT_BACK = frozenset({"filterwarnings", "simplefilter", "resetwarnings"})
 # Methods that change what a list, a dict, a set or a deque holds.
-CHANGING = (touches.PUTTING - {"save"} | touches.CHANGING) | {"appendleft", "extendleft", "popleft"}
+CHANGING = touches.PUTTING - {"save"} | touches.CHANGING
 _BY_TEXT = frozenset({"import_module", "__import__"})
 _IMPORTS = dis.opmap["IMPORT_NAME"]
 _STORES = frozenset({"STORE_NAME", "STORE_GLOBAL", "STORE_FAST", "STORE_DEREF"})
@@ -200,6 +200,8 @@ class _Walk:
                 self._uses.add(self._path)
                 if len(self._path) > 2 and argument in CHANGING:
                     yield self._change(self._path, is_call=True)
+            elif argument in SETTERS:
+                self._uses.add(("", argument))  # of something that no name leads to
         elif operation == "COPY":
             self._held = self._path
         else:

@@ -157,6 +157,11 @@ def test_two_that_change_what_cannot_be_put_together() -> None:
     for shared, change in (
         (tensor, "x[0] = 1"),
         (waiting, "x.append(1)"),
+        (waiting, "x.appendleft(1)"),
+        (waiting, "x.extendleft([1])"),
+        (waiting, "y = x.popleft()"),
+        (waiting, "x.rotate()"),
+        ({1}, "x.difference_update({1})"),
         (numbers, "torch.rand(1, generator=x)"),
         (Counter(), "x.update('a')"),
     ):

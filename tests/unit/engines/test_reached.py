@@ -102,6 +102,36 @@ def closure() -> Any:
     return lambda: os.environ[name]
 
 
+class Own:
+    def setLevel(self, level: int) -> None:
+        self.level = level
+
+
+class OwnLogger(logging.Logger): ...
+
+
+@pytest.mark.parametrize(
+    ("text", "is_refused"),
+    [
+        ("own.setLevel(3)", False),
+        ("f = lambda: own.setLevel(3)", False),
+        ("log.setLevel(3)", True),
+        ("named.setLevel(3)", True),
+        ("own.setLevel(3); log.setLevel(4)", True),
+        ("own.setLevel(3); [log][0].setLevel(4)", True),
+        ("new.setLevel(3)", True),
+        ("set_num_threads(3)", True),
+    ],
+)
+def test_a_method_of_an_own_object_may_be_called_as_a_setter_is(text: str, is_refused: bool):
+    loggers = {"log": logging.getLogger("a"), "named": OwnLogger("b")}
+    if is_refused:
+        setter = torch.set_num_threads
+        assert "calls `set" in refused(text, own=Own(), set_num_threads=setter, **loggers)
+    else:
+        encoded(message(text, own=Own()), lambda obj: None)
+
+
 @pytest.mark.parametrize("text", ["os.environ['A'] = '1'", "(lambda: os.getenv('A'))()"])
 def test_environment_variables_in_the_block_are_refused_at_its_line(text: str):
     assert "user.py:4" in refused(f"z = 1\n{text}", os=os)
