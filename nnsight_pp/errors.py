@@ -140,6 +140,13 @@ class NNsightDeprecationWarning(FutureWarning):
     """A name that still works and has a better one. Shown by default, unlike Python's own."""
 
 
+# A note on what torch says of a lazy value that its C++ code was given.
+STAND_IN = (
+    "Where this line hands a value of another stage to torch: there a LazyRemoteTensor stands for "
+    "it, which not all of torch's C++ takes. `value.detach()` brings the tensor itself."
+)
+
+
 class Where(NamedTuple):
     """A line of the user's block."""
 

@@ -76,6 +76,14 @@ class Link(Protocol):
         """
         ...
 
+    @property
+    def casts_copy(self) -> bool:
+        """Whether the model's values have more than two bytes a number.
+
+        A cast to two bytes is then a copy, and else the value itself.
+        """
+        ...
+
     def publish(self, key: AskKey, location: Location, value: Any) -> None:
         """Make the answered ask ``key`` available. ``value`` is kept, so hand over a copy."""
         ...

@@ -88,6 +88,12 @@ class RemoteAsk:
         """See `core.protocols.Link`."""
         return self._asks.link is not None and self._asks.link.sums_alike
 
+    @property
+    def casts_copy(self) -> bool:
+        """See `core.protocols.Link`. A call gives what the block's own arguments make of it."""
+        link = self._asks.link
+        return link is not None and link.casts_copy and self.kind != "call"
+
     def pull(self, picks: Sequence[Any] = (), *, in_torch: bool = False) -> Any:
         """Return the owner's answer, with ``picks`` applied by the owner.
 

@@ -4,14 +4,21 @@
 But torch's C++ asks the same question in the same way, and takes what says yes for a tensor: it
 then reads memory that is none, and crashes. The instruction that runs in the calling frame tells
 the two apart.
+
+`type(lazy)` asks nobody, so blocks and what they bring along get a `type` of ours.
 """
 
 from __future__ import annotations
 
+import builtins
 import dis
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from types import GenericAlias
+from typing import TYPE_CHECKING, Any
 
+import cloudpickle.cloudpickle
+
+from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.errors import NotSupportedError, explain
 
 if TYPE_CHECKING:
@@ -66,3 +73,39 @@ def _is_asked_at(code: CodeType, offset: int) -> bool:
         ):
             return True
     return False
+
+
+class _KindOfType(type):
+    """The class of `Type`: what is asked of it is asked of Python's own `type`."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is not Type:  # a metaclass of the user's
+            return super().__call__(*args, **kwargs)
+        kind = type(*args, **kwargs)
+        is_stand_in = len(args) == 1 and issubclass(kind, RemoteValue)
+        return type(args[0]._force()) if is_stand_in else kind
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, type) if cls is Type else super().__instancecheck__(instance)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, type) if cls is Type else super().__subclasscheck__(kind)
+
+
+class Type(type, metaclass=_KindOfType):
+    """`type`, as the code of a block sees it: `type(lazy)` is the class of the value itself."""
+
+    def __class_getitem__(cls, item: Any) -> Any:
+        return GenericAlias(type, item)
+
+
+# What a block's names are looked up in at last.
+BUILTINS = {**vars(builtins), "type": Type}
+
+
+def give_type_to_functions() -> None:
+    """Let the functions that come to this process with blocks see `Type` too.
+
+    Source: cloudpickle 3.1 cloudpickle.py:_make_function gives them its own module's builtins.
+    """
+    cloudpickle.cloudpickle.__dict__["__builtins__"] = BUILTINS

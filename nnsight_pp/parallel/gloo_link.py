@@ -90,6 +90,7 @@ class GlooLink:
         most_bytes: The largest answer that is sent.
         ran: Where this rank is, in words.
         sums_alike: See `core.protocols.Link`.
+        casts_copy: See there.
     """
 
     def __init__(  # noqa: PLR0913 - the one visible place where an engine wires a link
@@ -105,8 +106,9 @@ class GlooLink:
         most_bytes: int,
         ran: str,
         sums_alike: bool = True,
+        casts_copy: bool = True,
     ) -> None:
-        self.sums_alike = sums_alike
+        self.sums_alike, self.casts_copy = sums_alike, casts_copy
         self._stage = stage
         self._group = group
         self._own = publications

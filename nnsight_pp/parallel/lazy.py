@@ -20,6 +20,7 @@ Note [Deferred errors]
 
 from __future__ import annotations
 
+import copy
 import operator
 import sys
 from typing import TYPE_CHECKING, Any, cast
@@ -28,7 +29,7 @@ import torch
 
 from nnsight_pp.core.saved import save
 from nnsight_pp.core.tree import leaves, own_copy
-from nnsight_pp.errors import OutsideTraceError
+from nnsight_pp.errors import STAND_IN, OutsideTraceError
 from nnsight_pp.parallel.class_check import is_asked_by_python
 from nnsight_pp.parallel.guarded import is_guarded
 from nnsight_pp.parallel.operators import edited_by, give_operators, is_plain
@@ -155,7 +156,10 @@ class LazyRemoteTensor(StandIn):
             and value._tree is self._tree
             and repr(value._picks) == repr((*self._picks, index))
         ):
-            return  # `x[i] += v` writes back what was already edited in place
+            # `x[i] += v` writes back what was already edited in place; a tuple refuses that.
+            if is_guarded() and not isinstance(whole := self._force(), torch.Tensor):
+                operator.setitem(whole, index, whole[index])
+            return
         self._edit(operator.setitem, (index, value), {})
 
     def _edit(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -219,13 +223,24 @@ class LazyRemoteTensor(StandIn):
         return iter(self._real_value())
 
     def __len__(self) -> int:
-        return len(self._force())
+        value = self._force()
+        if type(value) is torch.Tensor and not value.dim():
+            error = TypeError("len() of a 0-d tensor")
+            error.add_note(STAND_IN)  # `torch.tensor([value, ...])` asks so too
+            raise error
+        return len(value)
 
     def __copy__(self) -> LazyRemoteTensor:
         return LazyRemoteTensor._of(self._tree, self._picks)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LazyRemoteTensor:
-        return self._clone()
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # Parts that share memory share it in the copy, as torch's do.
+        tree = self._tree
+        if tree.is_here and not tree.pulled.is_of_this_rank:
+            return copy.deepcopy(self._force(), memo)  # real views of it may be copied along
+        if id(tree) not in memo:
+            memo[id(tree)] = tree.frozen()
+        return LazyRemoteTensor._of(memo[id(tree)], self._picks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._real_value()(*real(args, False), **real(kwargs, False))
@@ -277,7 +292,11 @@ def _reduced(
         return None
     value = args[0]
     pulled = value._tree.pulled
-    step = reduction(function, args[1:], kwargs, sums_alike=pulled.sums_alike)
+    source = pulled.source
+    casts_copy = source.casts_copy and not pulled.made_by
+    step = reduction(
+        function, args[1:], kwargs, sums_alike=source.sums_alike, casts_copy=casts_copy
+    )
     if step is None or is_guarded():
         return None
     return LazyRemoteTensor._of(Tree(pulled.made((*value._picks, step))), ())
@@ -316,7 +335,10 @@ def _lazy_leaves(value: Any) -> list[LazyRemoteTensor]:
 
 def _shares_memory(result: Any, parts: list[Any]) -> bool:
     held = {_storage(leaf) for leaf in leaves(parts)} - {None}
-    return any(_storage(leaf) in held for leaf in leaves(result))
+    try:
+        return any(_storage(leaf) in held for leaf in leaves(result))
+    except NotImplementedError:  # within `torch.func` no result tells its memory
+        return True
 
 
 def _storage(leaf: Any) -> int | None:

@@ -97,7 +97,7 @@ class MemoryFabric:
 class MemoryLink:
     """One stage's end of a `MemoryFabric`."""
 
-    sums_alike = True
+    sums_alike = casts_copy = True
 
     def __init__(self, fabric: MemoryFabric, stage: int, bound_s: float = 30.0) -> None:
         self._fabric = fabric

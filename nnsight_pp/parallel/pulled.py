@@ -64,6 +64,11 @@ class Source(Protocol):
         ...
 
     @property
+    def casts_copy(self) -> bool:
+        """Whether the value has more than two bytes a number, so that a cast to two is a copy."""
+        ...
+
+    @property
     def shard(self) -> Source | None:
         """What a tensor-parallel rank holds of a weight. None: this is not a weight."""
         ...
@@ -113,6 +118,7 @@ class OwnConstant:
 
     is_here = True
     sums_alike = True
+    casts_copy = False
 
     def __init__(self, location: Location, value: Any) -> None:
         self.visit = Visit(location, 0)
@@ -165,11 +171,6 @@ class Pulled:
     def is_of_this_rank(self) -> bool:
         """Whether this rank has the value itself: a weight of its own."""
         return self._source.is_here
-
-    @property
-    def sums_alike(self) -> bool:
-        """See `Source`."""
-        return self._source.sums_alike
 
     def made(self, steps: tuple[Any, ...]) -> Pulled:
         """Return what the owner makes of this by ``steps``, as an answer of its own."""

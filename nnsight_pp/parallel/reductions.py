@@ -1,8 +1,9 @@
 """What the owner of a value computes before it sends: calls that make a tensor smaller.
 
 `layer.output.norm(dim=-1)` on another stage sends one number for each row. The result must be what
-the block's own line gives on the owner, bit for bit. For a choice or a rounding it always is; for a
-sum only where the answer lies on the device that the owner's worker computes on.
+the block's own line gives on the owner, bit for bit. For a choice it always is; for a sum only
+where the answer lies on the device that the owner's worker computes on; for a rounding only where
+the value has more bytes than its result, else the owner's line gives the value itself, no copy.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def reduction(
     kwargs: dict[str, Any],
     *,
     sums_alike: bool,
+    casts_copy: bool,
 ) -> Reduction | None:
     """Return what the owner can compute of ``function(value, *args, **kwargs)``, or None.
 
@@ -65,10 +67,15 @@ def reduction(
         args: Its arguments behind the value.
         kwargs: Its named arguments.
         sums_alike: Whether a sum by the owner's link has the bits of one by its worker.
+        casts_copy: Whether a cast to two bytes gives a tensor of its own.
     """
     name = _METHODS.get(function) or getattr(function, "method", None)
     if name not in _NAMES or (name in _SUMS and not sums_alike):
         return None
+    if name in _ROUNDINGS and not casts_copy:
+        return None
+    if kwargs.get("out", function) is None:  # `torch.norm` hands it on; no method takes it
+        kwargs = {key: value for key, value in kwargs.items() if key != "out"}
     # The owner's link does not run under it: there `prod` of two-byte numbers has four bytes.
     if torch._C._is_any_autocast_enabled():
         return None

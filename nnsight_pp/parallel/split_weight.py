@@ -31,6 +31,7 @@ class SplitWeight:
     __slots__ = ("_part", "_value", "_whole")
 
     sums_alike = True
+    casts_copy = False
 
     def __init__(self, part: Source, whole: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._part = part

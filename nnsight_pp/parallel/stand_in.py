@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.parallel.pulled import real
 
@@ -49,7 +51,9 @@ class StandIn(RemoteValue):
         return id(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _itself, (self._force(),)
+        value = self._force()
+        # A file that a block writes with `torch.save` holds a tensor and nothing of this package.
+        return value.__reduce_ex__(protocol) if type(value) is torch.Tensor else (_itself, (value,))
 
 
 def _itself(value: Any) -> Any:

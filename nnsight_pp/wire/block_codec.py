@@ -15,6 +15,7 @@ import sys
 import sysconfig
 from contextlib import ExitStack
 from dataclasses import dataclass
+from dis import get_instructions
 from functools import lru_cache
 from pathlib import Path
 from threading import Lock
@@ -147,6 +148,18 @@ class _Writer(cloudpickle.Pickler):
             if found is not None:
                 return found
         return super().reducer_override(obj)
+
+    def _dynamic_function_reduce(self, func: FunctionType) -> Any:
+        """Give a function's globals what the bodies of its classes read, which cloudpickle omits.
+
+        Source: cloudpickle 3.1 cloudpickle.py:_extract_code_globals looks for LOAD_GLOBAL alone.
+        """
+        found = super()._dynamic_function_reduce(func)  # pyright: ignore[reportAttributeAccessIssue]
+        names = found[2][1]["__globals__"]
+        for name in _read_by_classes(func.__code__) - names.keys():
+            if name in func.__globals__:
+                names[name] = func.__globals__[name]
+        return found
 
     def _note_code(self, obj: Any) -> None:
         """Let a function or a class of the user's own file travel by value."""
@@ -314,6 +327,15 @@ def mentioned_in(code: CodeType) -> frozenset[str]:
         found.update(one.co_names)
         found.update(text for text in one.co_consts if type(text) is str and text.isidentifier())
     return frozenset(found)
+
+
+@lru_cache(maxsize=1024)
+def _read_by_classes(code: CodeType) -> frozenset[str]:
+    """Return the names that the bodies of classes within ``code`` look up."""
+    inner = [one for one in all_codes(code) if one is not code]
+    return frozenset(
+        step.argval for one in inner for step in get_instructions(one) if step.opname == "LOAD_NAME"
+    )
 
 
 def decode_block(data: bytes, object_of: Callable[[Any], Any]) -> BlockMessage:

@@ -14,7 +14,7 @@ from nnsight_pp.core.alike import Sampled
 from nnsight_pp.core.kept import Split
 from nnsight_pp.core.report import Elsewhere, Failure, Report
 from nnsight_pp.core.tree import map_leaves
-from nnsight_pp.errors import ValueUnavailableError
+from nnsight_pp.errors import STAND_IN, ValueUnavailableError
 from nnsight_pp.wire.parcel import (
     LEAST_BYTES,
     Parcel,
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 # One object, which pickle writes once for a whole report.
 _ELSEWHERE = Elsewhere()
+# What C++ says of a lazy value: torch's, and that of pybind, which shows the value itself.
+_UNTAKEN = ("LazyRemoteTensor", "incompatible function arguments", "TensorWrapper")
 
 
 def encode_reports(reports: list[Report], parcel: Parcel) -> bytes | dict[str, Any]:
@@ -167,6 +169,8 @@ def failure_of(
         failed_at: Where in the block's asks; the smallest of several is the first.
         is_echo: Whether it only repeats that another stage failed.
     """
+    if isinstance(error, (TypeError, RuntimeError)) and any(one in str(error) for one in _UNTAKEN):
+        error.add_note(STAND_IN)
     try:
         pickled: bytes | None = cloudpickle.dumps(error)
     except Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -409,3 +410,32 @@ def a_prompt_of_one_step_and_no_loop(b: Any) -> dict[str, Any]:
         logits = ops.logits(model).save()
         best = int(logits.argmax()).save()
     return {"logits": logits, "best": best}
+
+
+def of_kind(value: Any) -> Any:
+    return value[0] if type(value) is torch.Tensor else 100.0
+
+
+@block
+def questions_that_python_and_torch_ask_of_a_value(b: Any) -> dict[str, Any]:
+    layers, ops, model = b.layers, b.ops, b.model
+    with b.trace(PROMPT):
+        factor, found = 1.0, []
+        for index in (3, 24):
+            given = layers[index].mlp.inputs[0]
+            try:
+                given[0] += 0.5
+                factor *= 3
+            except TypeError:
+                factor *= 0.5
+            found.append(ops.mlp(layers[index]))
+        early, late = found
+        names = [type(early).__name__, type(late) is torch.Tensor].save()
+        numbers = torch.tensor([early.norm(), late.sum(), 1.5]).save()
+        norms = (torch.norm(early, dim=-1) + torch.norm(late, dim=-1)).save()
+        copied = copy.deepcopy([early, early[-1], late, late[0]])
+        copied[1] *= 0
+        copied[3] *= 2
+        late[:] = factor * (copied[0] + copied[2]) + of_kind(early) + of_kind(late)
+        logits = ops.logits(model).save()
+    return {"names": names, "numbers": numbers, "norms": norms, "logits": logits}

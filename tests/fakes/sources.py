@@ -17,7 +17,7 @@ class FakeSource:
     """Answers with ``value``; `pulls` lists the picks of each pull, in order."""
 
     is_here = False
-    sums_alike = True
+    sums_alike = casts_copy = True
     shard = None
 
     def __init__(self, value: Any) -> None:

@@ -19,6 +19,7 @@ from nnsight_pp.engines.vllm.residents import Residents, edited
 from nnsight_pp.engines.vllm.traced_request import TracedRequest, name_module, worker_of
 from nnsight_pp.errors import EarlyStopException, InternalError
 from nnsight_pp.interleave.timeline import Timeline
+from nnsight_pp.parallel.class_check import BUILTINS
 from nnsight_pp.trace.names import SiblingNames
 from nnsight_pp.wire.block_codec import BlockMessage, decode_block, decode_blocks
 from nnsight_pp.wire.report_codec import failure_of
@@ -155,6 +156,7 @@ class Ledger:
         self, traced: TracedRequest, message: BlockMessage, scope: Scope, saves: SavedSet
     ) -> Worker:
         """Make the worker that runs the block of ``message`` for ``traced``."""
+        scope["__builtins__"] = BUILTINS
         traced.given = self._residents.take_given()
         traced.worker = worker_of(traced, message, scope, saves, self._switch)
         return traced.worker

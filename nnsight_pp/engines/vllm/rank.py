@@ -43,11 +43,13 @@ from nnsight_pp.interleave.clock import StepClock
 from nnsight_pp.interleave.interleaver import Interleaver
 from nnsight_pp.interleave.serve_order import ShuffledRequests
 from nnsight_pp.interleave.stacks import print_on_signal, standing_of
+from nnsight_pp.parallel.class_check import give_type_to_functions
 from nnsight_pp.parallel.gloo_link import GlooLink, new_group
 from nnsight_pp.parallel.joined import Parts
 from nnsight_pp.parallel.lazy import LazyRemoteTensor, pick
 from nnsight_pp.parallel.owners import StageMap
 from nnsight_pp.parallel.publications import Publications
+from nnsight_pp.parallel.tensor_of import teach_tensor
 from nnsight_pp.trace.gradients import install_backward
 from nnsight_pp.trace.mount import mount_save
 from nnsight_pp.wire.value_codec import decode, encode, from_bytes, to_bytes
@@ -227,6 +229,8 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
     ) -> GlooLink | None:
         if place.num_stages == 1:
             return None
+        give_type_to_functions()
+        teach_tensor()
         columns = compat.columns()
         group = new_group(columns, compat.this_rank())
         peers = [stage for stage in range(place.num_stages) if stage != place.stage]
@@ -241,6 +245,7 @@ class _Rank(compat.worker_base()):  # type: ignore[misc]
             most_bytes=int(os.environ.get("NNSIGHT_PP_MOST_PULL_BYTES", str(2 << 30))),
             ran=str(place),
             sums_alike=compat.IS_CPU,
+            casts_copy=self.vllm_config.model_config.dtype.itemsize > torch.float16.itemsize,
         )
 
     def _load_tokenizer(self) -> Any:

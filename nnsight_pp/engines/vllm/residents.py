@@ -146,7 +146,7 @@ class _OfOtherStage:
     __slots__ = ("_owner", "visit")
 
     is_here = False
-    sums_alike = False
+    sums_alike = casts_copy = False
     shard = None
 
     def __init__(self, location: Location, owner: int) -> None:

@@ -148,7 +148,7 @@ class _OnRanks:
     __slots__ = ("_kept", "_values", "visit")
 
     is_here = False
-    sums_alike = False
+    sums_alike = casts_copy = False
     shard = None
 
     def __init__(self, values: SessionValues, kept: Kept) -> None:

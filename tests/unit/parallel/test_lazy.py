@@ -1,10 +1,13 @@
 import copy
+import io
 import operator
 import pickle
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 import torch
@@ -14,8 +17,10 @@ from nnsight_pp.core.location import Location
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.saved import SavedSet, active_saves
 from nnsight_pp.errors import NotSupportedError
+from nnsight_pp.parallel.class_check import BUILTINS
 from nnsight_pp.parallel.lazy import LazyRemoteTensor, first_input, with_first_input
 from nnsight_pp.parallel.pulled import OwnConstant
+from nnsight_pp.parallel.tensor_of import taking_lazy
 
 
 def grid() -> torch.Tensor:
@@ -115,6 +120,19 @@ def test_a_clone_stays_as_it_was():
     after = x.clone()
     x[0] = 8.0
     assert after[0].tolist() == [7.0] * 3
+
+
+@pytest.mark.parametrize("is_here", [False, True])
+def test_what_shares_memory_shares_it_in_a_deep_copy(is_here: bool):
+    x, source = lazy(grid())
+    view = x.T if is_here else x
+    both = copy.deepcopy({"whole": x, "row": x[-1], "view": view})
+    both["row"][0] = 7.0
+    both["whole"][0] = 5.0
+    x[:] = 0.0
+    assert bool(source.pulls) is is_here
+    assert both["whole"][:, 0].tolist() == [5.0, 3.0, 6.0, 7.0]
+    assert (both["view"].T if is_here else both["view"])[-1].tolist() == [7.0, 10.0, 11.0]
 
 
 def test_a_child_sees_edits_of_its_parent_and_the_other_way():
@@ -313,6 +331,58 @@ def test_a_use_fails_as_on_the_real_value(use: Any):
         use(x)
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, f: f([x[0, 0], x[1, 1]]),
+        lambda x, f: f([row.norm() for row in x]),
+        lambda x, f: f([[row.sum(), 1.0] for row in x]),
+        lambda x, f: f([1.0, x[0].max().item()], dtype=torch.float64),
+    ],
+)
+@pytest.mark.parametrize("function", [torch.tensor, torch.as_tensor])
+def test_numbers_of_several_values_make_a_tensor(use: Any, function: Any):
+    x, _ = lazy(grid())
+    same(use(x, taking_lazy(function)), use(grid(), function))
+    with pytest.raises(TypeError, match="integer"):
+        taking_lazy(function)([1, [2]])
+
+
+def test_a_length_that_torch_asks_for_says_what_to_do():
+    x, _ = lazy(grid())
+    with pytest.raises(TypeError, match="0-d tensor") as caught:
+        torch.FloatTensor([x[0, 0], x[0, 1]])
+    assert "value.detach()" in caught.value.__notes__[0]
+
+
+def test_a_saved_file_holds_a_tensor():
+    x, _ = lazy(grid())
+    file = io.BytesIO()
+    torch.save({"rows": x[:2]}, file)
+    file.seek(0)
+    same(torch.load(file, weights_only=True)["rows"], grid()[:2])
+
+
+def test_a_function_over_a_batch_takes_it_from_outside():
+    x, _ = lazy(grid())
+    same(torch.func.vmap(lambda row: row * x[0])(grid()), grid() * grid()[0])
+
+
+def test_an_item_of_a_tuple_cannot_be_assigned_where_that_is_handled():
+    def handled(value: Any) -> bool:
+        try:
+            value[0] += 1
+        except TypeError:
+            return True
+        return False
+
+    for value in ((grid(), 1), lazy((grid(), 1))[0]):
+        assert handled(value)
+        assert value[0][0].tolist() == [1.0, 2.0, 3.0]
+    for value in ([grid(), 1], lazy([grid(), 1])[0], grid(), lazy(grid())[0]):
+        assert not handled(value)
+
+
 def test_tuples_unpack_and_are_tuples():
     x, _ = lazy((grid(), None, 3))
     hidden, nothing, count = x
@@ -434,6 +504,38 @@ def test_its_class_is_asked_in_every_way_of_python():
             assert inner.sum().item() == 66.0
         case _:
             pytest.fail("no match")
+
+
+def kinds(x: Any) -> Any:
+    class Meta(type):
+        def __new__(mcs, *given):
+            return super().__new__(mcs, *given)
+
+    class Made(metaclass=Meta):
+        kind: type = int
+
+    rows: dict[type, type[int]] = {type(x[0]): int}
+    return (
+        type(x), type(x[0]) is torch.Tensor, type(x[1]), type(x).__name__, type(None), [*rows],
+        isinstance(int, type), issubclass(Meta, type), isinstance(Made, Meta), type(Made).__name__,
+        isinstance(3, (type, str)), type("New", (), {"a": 1}).a, type(Made()).kind, type[int],
+    )  # fmt: skip
+
+
+def test_its_type_is_that_of_the_value_in_what_comes_with_a_block(monkeypatch: Any):
+    monkeypatch.setattr(cloudpickle.cloudpickle, "__builtins__", BUILTINS)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    try:
+        there = cloudpickle.loads(cloudpickle.dumps(kinds))
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+    assert there.__builtins__ is BUILTINS
+    x, _ = lazy((grid(), 1))
+    assert there(x) == kinds((grid(), 1))
+    assert there((grid(), 1)) == kinds((grid(), 1))
+    scope = {"__builtins__": BUILTINS, "x": x}
+    exec("found = 1 if type(x) is tuple else 2\nclass A: ...\nnamed = type(A()).__name__", scope)
+    assert (scope["found"], scope["named"]) == (1, "A")
 
 
 def test_its_class_is_told_also_where_the_interpreter_has_specialised_the_call():

@@ -32,6 +32,8 @@ CALLS = [
     lambda x: x.half(),
     lambda x: (x[0].any(), x[0].all())[1],
     lambda x: x.sum(0, dtype=torch.float64),
+    lambda x: torch.norm(x, dim=-1),
+    lambda x: torch.std(x, dim=0, keepdim=True),
 ]
 
 
@@ -97,6 +99,26 @@ def test_a_cast_that_shrinks_nothing_is_made_here(dtype: torch.dtype):
     x, source = lazy(grid())
     assert not is_lazy(x.to(dtype))
     assert source.pulls == [()]
+
+
+@pytest.mark.parametrize("cast", [lambda x: x.bfloat16(), lambda x: x.to(torch.bfloat16)])
+def test_a_cast_that_gives_the_value_itself_shares_its_edits(
+    cast: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(FakeSource, "casts_copy", False)
+    for value in (lazy(grid().bfloat16())[0], grid().bfloat16()):
+        same = cast(value)
+        same[0] = 7.0
+        value[1] = 8.0
+        assert (value[0].tolist(), same[1].tolist()) == ([7.0] * 3, [8.0] * 3)
+
+
+def test_a_cast_of_what_the_owner_made_is_made_here():
+    x, _ = lazy(grid())
+    made = x.sum(0, dtype=torch.bfloat16)
+    same = made.bfloat16()
+    same[0] = 7.0
+    assert made[0].item() == 7.0
 
 
 def test_sums_are_made_here_where_the_owner_would_compute_them_elsewhere(

@@ -19,7 +19,7 @@ class Elsewhere:
     """A part that another stage has."""
 
     is_here = False
-    sums_alike = True
+    sums_alike = casts_copy = True
     shard = None
     visit = Visit(WHERE, 0)
 

@@ -56,6 +56,15 @@ def user_module(tmp_path, monkeypatch):
 
             def scaled(x):
                 return Scaler()(x)
+
+            WIDTH, HEIGHT = 5, 2
+
+            def made_inside():
+                class Made:
+                    width: int = WIDTH
+                    class Inner:
+                        height = HEIGHT
+                return Made.width * Made.Inner.height
             """
         )
     )
@@ -259,6 +268,12 @@ def test_a_users_module_comes_as_it_stands_now(user_module):
     back["module"].FACTOR = 7
     assert back["scaled"](1) == 14
     assert not hasattr(back["module"], "OwnError")
+
+
+def test_what_the_body_of_a_class_in_a_function_reads_comes_with_it(user_module):
+    there = shipped({"made": user_module.made_inside}).names["made"]
+    assert there is not user_module.made_inside
+    assert there() == 10
 
 
 def test_what_a_module_mentions_comes_through_other_functions(user_module):
