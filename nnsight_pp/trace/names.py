@@ -11,7 +11,7 @@ from nnsight_pp.errors import explain
 from nnsight_pp.trace.deliver import local_names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from types import FrameType
 
     from nnsight_pp.core.block import Block
@@ -35,6 +35,11 @@ class Names(NamedTuple):
     def scope(self) -> Scope:
         """Return a fresh scope for one run of the block."""
         return Scope(*self.around)
+
+    @property
+    def siblings(self) -> SiblingNames | None:
+        """The names that blocks beside it bind."""
+        return next((one for one in self.around if isinstance(one, SiblingNames)), None)
 
     def beyond_siblings(self) -> Names:
         """Return what is around the block without what blocks beside it bind."""
@@ -81,6 +86,34 @@ def _closed_over(frame: FrameType) -> dict[str, Any]:
         return {}
     found = {**_closed_over(outer), **outer.f_locals}
     return {name: found[name] for name in code.co_freevars if name in found}
+
+
+@final
+class CollectingScope(Scope):
+    """The names of a trace's own body, which declares the invokes.
+
+    Attributes:
+        num_invokes: How many it has declared so far.
+        bound_after: For each name that it has bound, how many it had declared by then.
+    """
+
+    __slots__ = ("bound_after", "num_invokes")
+
+    def __init__(self, *around: Any) -> None:
+        self.bound_after: dict[str, int] = {}
+        self.num_invokes = 0
+        super().__init__(*around)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.bound_after[name] = self.num_invokes
+        super().__setitem__(name, value)
+
+
+def bound_around(frame: FrameType) -> dict[str, int]:
+    """Return `CollectingScope.bound_after` of now, where ``frame`` is that of a trace's body."""
+    outer: Any = frame.f_globals
+    is_body = type(outer) is CollectingScope and not frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    return dict(outer.bound_after) if is_body else {}
 
 
 class Sibling(Protocol):
@@ -137,16 +170,19 @@ class SiblingNames:
 
     An earlier invoke's name comes first, as in code that runs from top to bottom. A name that an
     earlier one may still bind is not taken from around the trace: that would be a value that the
-    last run left there.
+    last run left there. What the trace's own body binds, such as the variable of a loop around the
+    invokes, counts from that line on: not what an earlier invoke bound before it, nor what a later
+    one binds.
 
     Args:
         siblings: All invokes of the trace, in order.
         position: Which of them looks names up.
         frame: The id of the frame in which it is written.
         bound: The names that any of them may bind. Default: it is looked up in each.
+        around: For each name that the trace's body had bound by then, before which invoke.
     """
 
-    __slots__ = ("_bound", "_frame", "_position", "_siblings")
+    __slots__ = ("_bound", "_frame", "_siblings", "around", "position")
 
     def __init__(
         self,
@@ -154,11 +190,17 @@ class SiblingNames:
         position: int,
         frame: int,
         bound: BoundNames | None = None,
+        around: Mapping[str, int] | None = None,
     ) -> None:
         self._siblings = siblings
         self._bound = bound
-        self._position = position
         self._frame = frame
+        self.position = position
+        self.around = around or {}
+
+    def may_see(self, name: str, position: int) -> bool:
+        """Tell whether ``name`` may be what the invoke at ``position`` binds."""
+        return name not in self.around or self.around[name] <= position < self.position
 
     def __contains__(self, name: str) -> bool:
         """Tell whether one of them may have bound ``name``."""
@@ -169,9 +211,10 @@ class SiblingNames:
     def __getitem__(self, name: str) -> Any:
         if name not in self:
             raise KeyError(name)
-        before = [one for one in self._siblings[: self._position] if one.frame == self._frame]
+        first = self.around.get(name, 0)
+        before = [one for one in self._siblings[first : self.position] if one.frame == self._frame]
         before.reverse()
-        after = self._siblings[self._position + 1 :]
+        after = () if name in self.around else self._siblings[self.position + 1 :]
         for sibling in (*before, *(one for one in after if one.frame == self._frame)):
             try:
                 return sibling.scope.own_name(name)

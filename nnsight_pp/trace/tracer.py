@@ -29,7 +29,14 @@ from nnsight_pp.interleave.worker import current_worker
 from nnsight_pp.trace.clean import raise_again
 from nnsight_pp.trace.deliver import deliver
 from nnsight_pp.trace.mount import savable
-from nnsight_pp.trace.names import BoundNames, Names, SiblingNames, names_of
+from nnsight_pp.trace.names import (
+    BoundNames,
+    CollectingScope,
+    Names,
+    SiblingNames,
+    bound_around,
+    names_of,
+)
 from nnsight_pp.trace.pull_table import PullTable
 from nnsight_pp.trace.statement import BlockStatement
 from nnsight_pp.trace.step_block import StepChoice, StepLoop
@@ -207,6 +214,7 @@ class Tracer(BlockStatement, BlockTracer):
     """
 
     __slots__ = (
+        "_body",
         "_bound",
         "_frames",
         "_has_input",
@@ -241,6 +249,7 @@ class Tracer(BlockStatement, BlockTracer):
         # Where the invokes are written. Kept until the run is over, so that their ids are.
         self._frames: list[FrameType] = []
         self._bound: dict[int, BoundNames] = {}
+        self._body: CollectingScope
         self._is_collecting = False
         self.statistics: dict[str, Any] = {}
         # Whether all names flow back, into a block around it.
@@ -294,9 +303,11 @@ class Tracer(BlockStatement, BlockTracer):
             self._frames.append(frame)
             bound = self._bound[here] = BoundNames()
         bound.add(block)
-        siblings = SiblingNames(self._invocations, len(self._invocations), here, bound)
+        position, around = len(self._invocations), bound_around(frame)
+        siblings = SiblingNames(self._invocations, position, here, bound, around)
         names = names_of(frame, siblings)
         self._invocations.append(Invocation(inputs, kwargs, block, names, self._saves, here))
+        self._body.num_invokes = position + 1
 
     def _execute(self, run: Run, block: Block, frame: FrameType) -> None:
         # Only now: the name behind `as` was bound after `__enter__` had returned.
@@ -308,7 +319,8 @@ class Tracer(BlockStatement, BlockTracer):
                 Invocation(self._inputs, self._kwargs, block, names, self._saves)
             )
         else:
-            own = self._collect(block, names.scope())
+            self._body = CollectingScope(*names.around)
+            own = self._collect(block, self._body)
         error = run(self, self._invocations)
         self._write(frame, own, is_block=names.is_block)
         if error is not None:
@@ -353,6 +365,7 @@ class Tracer(BlockStatement, BlockTracer):
         # The names of each invocation lead back to this list.
         self._invocations.clear()
         self._frames.clear()
+        self._body = CollectingScope()
 
 
 @final

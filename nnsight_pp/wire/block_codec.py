@@ -14,7 +14,7 @@ import pickle
 import sys
 import sysconfig
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from dis import get_instructions
 from functools import lru_cache
 from pathlib import Path
@@ -69,6 +69,7 @@ class BlockMessage:
         session: The client's name for the session that it is part of, or an empty text.
         surroundings: What the user's thread has set at the `with`; None: as where it runs.
         frame: Names the frame in which it is written: blocks of one frame share names.
+        around: See `trace.names.SiblingNames`.
     """
 
     trace: str
@@ -79,6 +80,7 @@ class BlockMessage:
     frame: int = 0
     session: str = ""
     surroundings: Surroundings | None = None
+    around: dict[str, int] = field(default_factory=dict)
 
 
 class _Writer(cloudpickle.Pickler):

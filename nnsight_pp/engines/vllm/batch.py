@@ -154,14 +154,14 @@ class Batch:
         self._precision, self._num_stages = of_model
         self._session = session
         companies = companies_of(invocations)
-        depends = {number for members in companies for number in members}
+        beside = {at: [invocations[other] for other in one] for one in companies for at in one}
         self._requests = [
-            self._prepared(one, options, stored, depends=number in depends)
+            self._prepared(one, options, stored, beside.get(number, ()))
             for number, one in enumerate(invocations)
         ]
         # Those that depend on each other; what depends on nobody.
         self._companies = [[self._requests[number] for number in one] for one in companies]
-        self._loose = [one for number, one in enumerate(self._requests) if number not in depends]
+        self._loose = [one for number, one in enumerate(self._requests) if number not in beside]
         # Many small answers would be slower than one.
         may_come_home = session is None and len(self._requests) <= _MOST_EARLY
         for request in self._loose:
@@ -181,7 +181,7 @@ class Batch:
         self.outputs: list[Any] = []
 
     def _prepared(
-        self, invocation: Invocation, options: dict[str, Any], stored: StoredEdits, *, depends: bool
+        self, invocation: Invocation, options: Any, stored: Any, beside: Sequence[Invocation]
     ) -> _Request:
         trace = uuid.uuid4().hex
         merged = {**options, **invocation.kwargs}
@@ -192,7 +192,7 @@ class Batch:
         block = invocation.block
         if not block.does_nothing():
             session = "" if self._session is None else self._session.name
-            request.message = message_of(trace, invocation, session, depends=depends)
+            request.message = message_of(trace, invocation, session, beside)
         return request
 
     def _encode(

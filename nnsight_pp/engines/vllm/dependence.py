@@ -50,6 +50,7 @@ class _Facts:
     def __init__(self, invocation: Invocation, reached: dict[int, dict[Any, Any]]) -> None:
         block, uses = invocation.block, invocation.block.uses()
         self._frame = invocation.frame
+        self._siblings = invocation.names.siblings
         self._early = uses.early
         self._binds = block.binds()
         around = invocation.names.beyond_siblings().look_up(block.reads())
@@ -63,6 +64,13 @@ class _Facts:
 
     def needs(self, other: _Facts) -> bool:
         """Whether this block may see what ``other`` does, or undo it."""
-        shares_names = self._frame == other._frame and bool(self._early & other._binds)
+        is_beside = self._frame == other._frame
+        shares_names = is_beside and any(
+            self._may_see(name, other) for name in self._early & other._binds
+        )
         mine, others = self._touched, other._touched
         return shares_names or bool(mine.seen & others.put) or bool(mine.strict & others.strict)
+
+    def _may_see(self, name: str, other: _Facts) -> bool:
+        one, two = self._siblings, other._siblings
+        return one is None or two is None or one.may_see(name, two.position)

@@ -186,7 +186,9 @@ class Ledger:
                 messages = decode_blocks(company.data, self._object_of)
             company.data = b""
             for traced, message in zip(members, messages, strict=True):
-                names = SiblingNames(company.blocks, traced.seat, message.frame)
+                names = SiblingNames(
+                    company.blocks, traced.seat, message.frame, around=message.around
+                )
                 name_module(message.names)
                 scope = Scope(names, message.names)
                 traced.before = states_of(message.names, known)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,21 +22,23 @@ if TYPE_CHECKING:
     from nnsight_pp.trace.tracer import Invocation
 
 
-def message_of(trace: str, invocation: Invocation, session: str, *, depends: bool) -> BlockMessage:
+def message_of(
+    trace: str, invocation: Invocation, session: str, beside: Sequence[Invocation] = ()
+) -> BlockMessage:
     """Return the message of the block of ``invocation``.
 
     Args:
         trace: The client's name for its request.
         invocation: The block with its names.
         session: The client's name for its session, or an empty text.
-        depends: Whether it shares names with blocks beside it.
+        beside: Those with which it shares names, in order, itself among them.
 
     Raises:
         NotSupportedError: It stands inside autocast, or a mode of torch.
     """
     block = invocation.block
     check_modes(block)
-    around = invocation.names.beyond_siblings() if depends else invocation.names
+    around = invocation.names.beyond_siblings() if beside else invocation.names
     names = around.look_up(block.needs())
     return BlockMessage(
         trace,
@@ -45,9 +48,19 @@ def message_of(trace: str, invocation: Invocation, session: str, *, depends: boo
         # Drawn here, so that the user's `torch.manual_seed` decides what the block draws.
         seed=int(torch.randint(1 << 62, (), device="cpu").item()),
         frame=invocation.frame,
+        around=_around(invocation, beside),
         session=session,
         surroundings=Surroundings.now(),
     )
+
+
+def _around(invocation: Invocation, beside: Sequence[Invocation]) -> dict[str, int]:
+    """Return `SiblingNames.around` as it is among those ``beside``."""
+    found = [one.names.siblings for one in beside]
+    positions = [one.position for one in found if one is not None]
+    own = invocation.names.siblings
+    known = {} if own is None or len(positions) < len(beside) else own.around
+    return {name: bisect_left(positions, at) for name, at in known.items()}
 
 
 def encoded(value: BlockMessage | list[BlockMessage], name_of: Callable[[Any], Any]) -> bytes:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from nnsight_pp.core.block import Block
+from nnsight_pp.core.block import Block, Scope
 from nnsight_pp.core.saved import SavedSet
 from nnsight_pp.engines.vllm.dependence import companies_of
-from nnsight_pp.trace.names import Names
+from nnsight_pp.engines.vllm.message import message_of
+from nnsight_pp.trace.names import Names, SiblingNames
 from nnsight_pp.trace.tracer import Invocation, Tracer
 
 
@@ -45,6 +46,57 @@ def test_a_name_of_an_earlier_invoke() -> None:
         with tracer.invoke("c"):
             k = object()
     assert found.companies == [[0, 1]]
+
+
+def test_a_name_that_the_body_of_the_trace_binds_is_not_what_an_earlier_invoke_bound() -> None:
+    found = Collected()
+    with found.trace() as tracer:
+        with tracer.invoke("a"):
+            for index in range(2):
+                kept = index
+        for index in range(2):
+            with tracer.invoke("b"):
+                print(index)
+        with tracer.invoke("c"):
+            print(index)
+        with tracer.invoke("d"):
+            index = 5
+        with tracer.invoke("e"):
+            print(index)
+    assert found.companies == [[4, 5]]
+
+
+def test_what_the_body_binds_is_told_by_the_places_of_those_who_share_names() -> None:
+    told: list[Any] = []
+
+    def run(_: Tracer, invocations: Any) -> None:
+        for members in companies_of(invocations):
+            beside = [invocations[number] for number in members]
+            told.extend(message_of("t", one, "", beside) for one in beside)
+
+    with Tracer(run, (), {}, has_input=False) as tracer:
+        with tracer.invoke("alone"):
+            pass
+        scale = 1
+        with tracer.invoke("a"):
+            kept = [scale]
+            scale = 2
+        with tracer.invoke("alone too"):
+            pass
+        scale = 3
+        with tracer.invoke("b"):
+            kept.append(scale)
+    first, second = told
+    assert first.around["scale"] == 0
+    assert second.around["scale"] == 1
+    assert second.names["scale"] == 3
+    blocks = [
+        SimpleNamespace(block=one.block, scope=Scope(), frame=0, is_over=False) for one in told
+    ]
+    blocks[0].scope.update(kept=[], scale=2)
+    seen = Scope(SiblingNames(blocks, 1, 0, around=second.around), second.names)
+    assert (seen["scale"], seen["kept"]) == (3, [])
+    assert Scope(SiblingNames(blocks, 1, 0), second.names)["scale"] == 2
 
 
 def test_a_name_of_a_later_invoke() -> None:

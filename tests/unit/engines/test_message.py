@@ -20,7 +20,7 @@ def test_the_names_and_settings_of_the_moment_travel():
     torch.set_default_dtype(torch.float64)
     try:
         with torch.no_grad():
-            message = message_of("t", invocation("    z = x\n"), "", depends=False)
+            message = message_of("t", invocation("    z = x\n"), "")
     finally:
         torch.set_default_dtype(torch.float32)
     around = message.surroundings

@@ -255,6 +255,46 @@ def test_invokes_in_a_loop_keep_the_loop_variable_they_saw(model):
     assert sorted(found) == [0, 1, 2]
 
 
+def test_the_variable_of_a_loop_is_not_what_another_invoke_binds(model, layers):
+    """As in code that runs from top to bottom; its object may be the same in both loops."""
+    found, seen = {}, []
+    with model.trace() as tracer:
+        with tracer.invoke(batch(1, seed=0)):
+            clean = {}
+            for index in (0, 1):
+                clean[index] = model.layers[index].output
+        for index in (0, 1, 0):
+            with tracer.invoke(batch(1, seed=1)):
+                hidden = model.layers[index].output
+                hidden[:] = clean[index]
+                seen.append(index)
+                found[index] = model.layers[2].output
+        with tracer.invoke(batch(1, seed=2)):
+            for index in (2,):
+                model.layers[index].output
+    assert sorted(seen) == [0, 0, 1]
+    assert sorted(found) == [0, 1]
+    after_all = layers[2](layers[1](layers[0](batch(1, seed=0))))
+    assert all(torch.allclose(one, after_all) for one in found.values())
+
+
+def test_what_the_body_binds_between_two_invokes_counts_for_the_second(model):
+    seen = []
+    with model.trace() as tracer:
+        total = 1
+        with tracer.invoke(X):
+            total = total + 1
+            model.layers[0].output
+        with tracer.invoke(X):
+            model.layers[1].output
+            seen.append(total)
+        total = 10
+        with tracer.invoke(X):
+            model.layers[2].output
+            seen.append(total)
+    assert seen == [2, 10]
+
+
 def test_container_saved_in_the_collecting_body(model):
     with model.trace() as tracer:
         values = [].save()
