@@ -269,11 +269,11 @@ def _only_tensor(column: tuple[Any, ...]) -> Any:
 
 
 def _is_one_key(column: tuple[Any, ...]) -> bool:
-    """Whether every stage has the same there, and it is what keys of dicts mostly are."""
+    """Whether it is plain, as keys of dicts mostly are, and every stage has the same there."""
     first = column[0]
     if type(first) is not tuple and type(first) is not str and type(first) is not int:
         return False
-    return all(_are_plainly_equal(first, other) for other in column[1:])
+    return all(_are_plainly_equal(first, other) for other in column[1:] or column)
 
 
 def _places_in(value: Any) -> list[str]:
