@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from nnsight_pp.core.protocols import Pending
 
 
+# Sorts behind every stage and every step: the result of a request, and what comes after it.
+BEHIND_ALL = 1 << 30
+
+
 class AskKey(NamedTuple):
     """Names one ask of one request, alike on every rank."""
 

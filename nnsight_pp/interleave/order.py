@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from nnsight_pp.core.ask import Moment
+from nnsight_pp.core.ask import BEHIND_ALL, Moment
 from nnsight_pp.core.location import Visit
 from nnsight_pp.errors import NotSupportedError, OutOfOrderError, explain
 from nnsight_pp.interleave.unwind import out_of_order
@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from nnsight_pp.core.protocols import Owners
     from nnsight_pp.interleave.clock import Clock
     from nnsight_pp.interleave.worker import Worker
-
-# Sorts behind every stage: after the result of a request nothing can be asked for.
-_BEHIND_ALL = 1 << 30
 
 
 @final
@@ -47,7 +44,7 @@ class Order:
         Raises:
             OutOfOrderError: The model, or the block, is already past it.
         """
-        if worker.mark.stage == _BEHIND_ALL and owner is not None:
+        if worker.mark.stage == BEHIND_ALL and owner is not None:
             why = "The result is the last thing that a block can ask for."
             raise out_of_order(worker, Visit(location, visit), self._where, why)
         opened = self._clock.opened(worker.request)
@@ -94,7 +91,7 @@ class Order:
     @staticmethod
     def end(worker: Worker) -> None:
         """Note that ``worker`` asks for the result, behind which there is nothing."""
-        worker.mark = Mark(worker.mark.step, _BEHIND_ALL, 0)
+        worker.mark = Mark(worker.mark.step, BEHIND_ALL, 0)
 
     def _check_forward(
         self, worker: Worker, place: Location, visit: int, owner: int, location: Location
@@ -112,6 +109,7 @@ class Order:
                 worker.mark = Mark(visit, owner, at, place)
                 return
         position, from_stage, from_position = self._place_of(worker, place, owner)
+        times = 0
         if mark.step == visit:
             known = None
             if from_position is not None and mark.position is not None:
@@ -128,7 +126,8 @@ class Order:
             is_again = known == 0 and mark.place == place
             if from_stage == mark.stage and known is not None and known <= 0 and not is_again:
                 raise self.too_late(worker, location, visit)
-        worker.mark = Mark(visit, owner, position, place)
+            times = mark.times + 1 if is_again else 0
+        worker.mark = Mark(visit, owner, position, place, times)
 
     def _place_of(
         self, worker: Worker, location: Location, owner: int

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from nnsight_pp.core.ask import Moment, Turn
+from nnsight_pp.core.ask import BEHIND_ALL, Moment, Turn
 from nnsight_pp.errors import ValueUnavailableError, explain
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nnsight_pp.interleave.interleaver import Interleaver
     from nnsight_pp.interleave.worker import Worker
 
-_BEFORE_ALL, _BEHIND_ALL = -1, 1 << 30
+_BEFORE_ALL = -1
 
 
 @final
@@ -74,13 +74,13 @@ class Timeline:
         Call it at a pipeline-safe point only: every stage has closed the steps so far.
         """
         self.is_settled = True
-        self._run_to(Moment(_BEHIND_ALL, _BEHIND_ALL, _BEHIND_ALL))
+        self._run_to(Moment(BEHIND_ALL, BEHIND_ALL, BEHIND_ALL))
 
     def end(self) -> None:
         """Settle for the last time: the requests of all are over."""
         self._turns.asks.finishing.update(worker.request for worker in self.workers)
         self.settle()
-        self.now = Moment(_BEHIND_ALL, _BEHIND_ALL, _BEHIND_ALL)
+        self.now = Moment(BEHIND_ALL, BEHIND_ALL, BEHIND_ALL)
 
     def _run_to(self, end: Moment) -> None:
         while True:

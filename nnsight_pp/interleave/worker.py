@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from nnsight_pp.core.ask import Ask
+    from nnsight_pp.core.growth import Growth
     from nnsight_pp.core.location import Location, Visit
     from nnsight_pp.core.protocols import Cut
     from nnsight_pp.core.report import PullRecord
@@ -69,6 +70,8 @@ class Mark(NamedTuple):
     # The place within the stage, where the order of its locations is known.
     position: int | None
     place: Location | None = None
+    # How often in a row it had asked at this very place before, which holds several values.
+    times: int = 0
 
 
 _START = Mark(-1, -1, None)
@@ -101,10 +104,11 @@ class Worker:
     # Known to csrc/near.hpp by their names.
     __slots__ = (
         "_context", "_echoes", "_run", "apart_by", "ask", "asked", "closed_early", "cut", "error",
-        "error_at", "failed_at", "filename", "greenlet", "habits", "has_ended", "held_up",
-        "is_calling", "is_dropped", "is_relaxed", "loop_depth", "mark", "memo", "near", "pulls",
-        "randomness", "reached", "reaches_raw", "request", "rows_of", "saves", "seat", "slot",
-        "step", "timeline", "trail", "turns", "unshared", "visit", "warnings", "writes_raw",
+        "error_at", "failed_at", "filename", "greenlet", "growth", "growth_seat", "habits",
+        "has_ended", "held_up", "is_calling", "is_dropped", "is_relaxed", "loop_depth", "mark",
+        "memo", "near", "pulls", "randomness", "reached", "reaches_raw", "request", "rows_of",
+        "saves", "seat", "slot", "step", "timeline", "trail", "turns", "unshared", "visit",
+        "warnings", "writes_raw",
     )  # fmt: skip
 
     def __init__(
@@ -123,6 +127,8 @@ class Worker:
         self.seat = 0
         self.rows_of = request  # a stored edit has a name of its own, and another's rows
         self.timeline: Timeline | None = None  # where blocks share names on an engine
+        self.growth: Growth | None = None  # where blocks on other copies may add to the same
+        self.growth_seat = 0
         self.filename = filename
         self.slot = slot
         self._run: Callable[[], None] | None = run
@@ -256,10 +262,16 @@ class Worker:
 
     def hand_over(self) -> Any:
         """Give the turn back to the driver; return what the worker is resumed with."""
+        self.date_growth()  # whoever is given the turn may put something into the same objects
         parent = self.greenlet.parent
         if parent is None:
             raise InternalError(f"{self!r} parks with nobody to give the turn to")
         return parent.switch()
+
+    def date_growth(self) -> None:
+        """Date what the block has put into what is around it since its last ask."""
+        if self.growth is not None:
+            self.growth.note(self.mark, self.growth_seat)
 
     def next_number(self, location: Location, visit: int) -> int:
         """Return the number of the ask that is made now."""

@@ -56,7 +56,7 @@ _PACKAGE = __name__.partition(".")[0]
 _registry = Lock()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BlockMessage:
     """What one request carries.
 
@@ -70,6 +70,7 @@ class BlockMessage:
         surroundings: What the user's thread has set at the `with`; None: as where it runs.
         frame: Names the frame in which it is written: blocks of one frame share names.
         around: See `trace.names.SiblingNames`.
+        seat: Its place among the blocks of its run; None where there is no other.
     """
 
     trace: str
@@ -81,6 +82,7 @@ class BlockMessage:
     session: str = ""
     surroundings: Surroundings | None = None
     around: dict[str, int] = field(default_factory=dict)
+    seat: int | None = None
 
 
 class _Writer(cloudpickle.Pickler):

@@ -23,7 +23,7 @@ from nnsight_pp.core.tree import SharedMap
 from nnsight_pp.wire.shared_memory import span_of, span_of_array
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 # One object, which pickle writes once for a whole report.
 _ELSEWHERE = Elsewhere()
@@ -40,11 +40,14 @@ class Homeward:
 
     Args:
         home: What came with the blocks, each with what stands for it. Kept alive.
+        moved: The ids of those that show another memory now than they do at home.
     """
 
-    def __init__(self, home: Iterable[tuple[FromHome, Any]] = ()) -> None:
+    def __init__(
+        self, home: Iterable[tuple[FromHome, Any]] = (), moved: Collection[int] = ()
+    ) -> None:
         # Apart from this object, which would hold itself.
-        self._leaves = _Leaves(list(home))
+        self._leaves = _Leaves(list(home), moved)
         self._map = SharedMap(self._leaves.changed, self._leaves.words)
         # By id: what goes as it is, though it shows what is at home.
         self._literal: dict[int, Any] = {}
@@ -87,9 +90,10 @@ class Homeward:
 class _Leaves:
     """What a report holds of leaves."""
 
-    def __init__(self, home: list[tuple[FromHome, Any]]) -> None:
-        self._home = home
+    def __init__(self, home: list[tuple[FromHome, Any]], moved: Collection[int]) -> None:
+        self._home = [one for one in home if id(one[1]) not in moved]
         self._memory: _Memory | None = None
+        self._all = home
         self.words = {id(one): word for word, one in home}
         self.are_deep = False
 

@@ -127,3 +127,43 @@ def what_is_beside_the_items(model: VLLM, layers: list[Any]) -> Any:
     assert list(items) == ["b", "a"]
     assert (tensor.label, tensor.requires_grad) == ("late", True)  # pyright: ignore[reportAttributeAccessIssue]
     return items["a"]
+
+
+def put_by_invokes(model: Any, trace: Any) -> tuple[list[str], dict[str, str]]:
+    """Return what three invokes put into one list and one dict, three tokens long."""
+    rows, firsts, layers = ["from the start"], {}, list(model.model.layers)
+
+    def note(text: str) -> None:
+        rows.append(text)
+
+    with trace as tracer:
+        with tracer.invoke(PROMPT):
+            rows.append("a")
+            for step in tracer.iter[:3]:
+                layers[1].mlp.output
+                note(f"a {step} 1")
+                firsts["a"] = "1"
+                layers[1].output
+                layers[3].mlp.output
+                rows.extend([f"a {step} 3", "a again"])
+            firsts["a is over"] = "3"
+        with tracer.invoke(PROMPT):
+            note("b")
+            for step in tracer.iter[:3]:
+                layers[0].mlp.output
+                rows.append(f"b {step} 0")
+                firsts["b"] = "0"
+                layers[3].mlp.output
+                rows.append(f"b {step} 3")
+            tracer.result
+            rows.append("b is over")
+        with tracer.invoke(PROMPT):
+            for step in tracer.iter[:2]:
+                layers[1].mlp.output
+                rows.append(f"c {step} 1")
+                firsts["c"] = "1"
+                layers[2].input_layernorm(layers[2].mlp.output)
+                note(f"c {step} 2")
+            tracer.result
+            note("c is over")
+    return rows, firsts

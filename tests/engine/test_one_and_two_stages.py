@@ -14,13 +14,13 @@ import pytest
 import torch
 from hypothesis import given
 
-from engine import shared_objects  # noqa: F401  (more odd blocks)
 from engine.backends import GAUGES
 from engine.compare import assert_same
 from engine.odd_blocks import ODD, PROMPT
+from engine.shared_objects import put_by_invokes
 from engine.written_programs import Program, outcome, programs
 from fakes.drawn_programs import Refusals, programs_to_run
-from nnsight_pp import VLLM, NotSupportedError
+from nnsight_pp import VLLM, LanguageModel, NotSupportedError
 from soak.runs import Soak, wanted_from
 
 
@@ -119,6 +119,20 @@ def test_many_requests_of_mixed_kinds_leave_nothing(engines: Engines) -> None:
     soak = Soak(two, wanted_from(one))
     soak.run(60)
     assert len(soak.counts) > 10
+
+
+def test_what_invokes_put_into_one_list_stands_as_in_this_process(
+    engines: Engines, tiny_llama_path: Path
+) -> None:
+    local = LanguageModel(str(tiny_llama_path), dtype=torch.float32)
+    found = [put_by_invokes(local, local.trace(fn="generate", max_new_tokens=3, do_sample=False))]
+    for model in engines:
+        found.append(put_by_invokes(model, model.trace(temperature=0.0, max_tokens=3)))
+    assert found[1:] == found[:1] * 2
+    rows, firsts = found[0]
+    assert rows[:6] == ["from the start", "a", "b", "b 0 0", "a 0 1", "c 0 1"]
+    assert (len(rows), rows[-2:]) == (24, ["b is over", "c is over"])
+    assert list(firsts) == ["b", "a", "c", "a is over"]
 
 
 def test_an_edit_and_a_block_share_their_objects_or_are_refused(engines: Engines) -> None:

@@ -25,7 +25,7 @@ from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.collect import came_home, collect
 from nnsight_pp.engines.vllm.company import Member
-from nnsight_pp.engines.vllm.conflicts import Made, conflict_of
+from nnsight_pp.engines.vllm.conflicts import Made, conflict_of, in_one_order
 from nnsight_pp.engines.vllm.dependence import companies_of
 from nnsight_pp.engines.vllm.homecoming import located, make_change, own_of
 from nnsight_pp.engines.vllm.message import encoded, message_of
@@ -162,13 +162,16 @@ class Batch:
         # Those that depend on each other; what depends on nobody.
         self._companies = [[self._requests[number] for number in one] for one in companies]
         self._loose = [one for number, one in enumerate(self._requests) if number not in beside]
+        self._messages = [message for one in self._requests for message in one.messages()]
+        if len(self._messages) > 1 or any(one.num_sequences > 1 for one in self._requests):
+            for seat, message in enumerate(self._messages):
+                message.seat = seat
         # Many small answers would be slower than one.
         may_come_home = session is None and len(self._requests) <= _MOST_EARLY
         for request in self._loose:
             self._encode([request], root, may_come_home=may_come_home)
         for members in self._companies:
             self._encode(members, root)
-        self._messages = [message for one in self._requests for message in one.messages()]
         self._home = Home(own_of(self._messages))
         # The requests whose reports came home with their last tokens.
         self.came_home: list[str] = []
@@ -328,8 +331,8 @@ class Batch:
             for one in located(message.names[name], found)
         ]
         conflict = conflict_of(changes, [((parcel, 0), message) for parcel, message in parcels])
-        for one in changes if conflict is None else ():
-            make_change(one.target, one.change)
+        for target, change in in_one_order(changes if conflict is None else ()):
+            make_change(target, change)
         return first or conflict
 
     def _parcels(self) -> list[tuple[Any, BlockMessage]]:

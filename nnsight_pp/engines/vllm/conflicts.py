@@ -11,13 +11,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nnsight_pp.core.growth import UNKNOWN, dates_in
 from nnsight_pp.engines.vllm.touched import Touched, key_of
 from nnsight_pp.errors import NotSupportedError, Where, explain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from nnsight_pp.core.growth import Date
     from nnsight_pp.wire.block_codec import BlockMessage
+
+
+# What is put into them stands in some order.
+_ORDERED = ("list", "dict")
 
 
 class Made(NamedTuple):
@@ -75,10 +81,56 @@ def _add_up(found: list[Made]) -> bool:
         return not any(removed for _, removed in parts)
     if kind not in ("list", "dict", "fields", "around"):
         return False
-    if kind != "list" and any(any(rest) for _, *rest in parts):
+    if kind != "list" and any(any(rest[:2]) for _, *rest in parts):
         return False
     keys = [key for changed, *_ in parts for key in _keys_of(changed)]
-    return len(set(keys)) == len(keys)
+    return len(set(keys)) == len(keys) and (kind not in _ORDERED or _put_by(found) is not None)
+
+
+def _put_by(found: list[Made]) -> list[Any] | None:
+    """Return what these blocks have put anew into one list or dict, as one process would have it.
+
+    None where that order is not known.
+    """
+    dated: list[tuple[Date, Any, Any]] = []
+    for one in found:
+        _, changed, *rest = one.change
+        is_list = one.change[0] == "list"
+        new = rest[0] if is_list else [pair for pair in changed if pair[0] not in one.target]
+        dates = dates_in(rest[-1])
+        if len(dates) != len(new):  # something was taken out as well
+            return None
+        dated += [(*pair, one.parcel) for pair in zip(dates, new, strict=True)]
+    unknown = {date[:2] for date, _, _ in dated if date.position == UNKNOWN}
+    for place in unknown:
+        if len({parcel for date, _, parcel in dated if date[:2] == place}) > 1:
+            return None
+    dated.sort(key=lambda one: one[0][:2] if one[0][:2] in unknown else one[0])
+    return [item for _, item, _ in dated]
+
+
+def in_one_order(made: Sequence[Made]) -> list[tuple[Any, Any]]:
+    """Return the objects that have changed, each with a change to make.
+
+    Args:
+        made: Changes that add up. What several blocks have put into one list or dict becomes one
+            change of it.
+    """
+    by_key: dict[Any, list[Made]] = {}
+    for one in made:
+        by_key.setdefault((key_of(one.target), one.change[0]), []).append(one)
+    changes: list[tuple[Any, Any]] = []
+    for (_, kind), found in by_key.items():
+        target = found[0].target
+        if len(found) == 1 or kind not in _ORDERED:
+            changes += [(one.target, one.change) for one in found]
+        elif kind == "list":
+            slots = {at: item for one in found for at, item in one.change[1].items()}
+            changes.append((target, ("list", slots, _put_by(found))))
+        else:
+            old = [pair for one in found for pair in one.change[1] if pair[0] in target]
+            changes.append((target, ("dict", [*old, *(_put_by(found) or ())], [], [])))
+    return changes
 
 
 def _keys_of(changed: Any) -> list[Any]:

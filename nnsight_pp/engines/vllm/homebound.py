@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nnsight_pp.core.tree import HoldsItselfError
 from nnsight_pp.engines.vllm.members import PLAIN, Around
-from nnsight_pp.engines.vllm.outer import change_of, home_of
+from nnsight_pp.engines.vllm.outer import change_of, home_of, moved_in
 from nnsight_pp.errors import NotSupportedError, explain
 from nnsight_pp.wire.homeward import Homeward
 
@@ -36,17 +36,25 @@ class Sent(NamedTuple):
 
 def homeward_of(requests: list[TracedRequest]) -> Homeward:
     """Return what brings the values of ``requests``, which share their objects, into reports."""
-    return Homeward(found for one in requests for found in home_of(one.trace, one.before))
+    moved = {found for one in requests for found in moved_in(one.before)}
+    return Homeward((found for one in requests for found in home_of(one.trace, one.before)), moved)
 
 
 def of_change(change: Any, ship: Homeward) -> Any:
-    """Return what a report holds of a change: of a tensor or an array, its elements."""
+    """Return what a report holds of a change: of a tensor or an array, its elements.
+
+    Of one that shows another memory now, what shows that: it may be that of another from home.
+    """
     kind, *parts = change
     if kind == "array":
         return kind, ship.literal(parts[0])
     if kind == "tensor":
-        elements, grads, flags = parts
-        return kind, [*map(ship.literal, elements)], [*map(ship.literal, grads)], flags
+        elements, grads, flags, is_moved = parts
+        if is_moved:
+            elements = ship([one.detach() for one in elements])
+        else:
+            elements = [*map(ship.literal, elements)]
+        return kind, elements, [*map(ship.literal, grads)], flags, is_moved
     return ship(change)
 
 
@@ -63,7 +71,7 @@ def sent_home(traced: TracedRequest, own: dict[str, Any], ship: Homeward) -> Sen
             if name in own and own[name] in worker.saves:
                 saved[name] = ship(own[name])
         for name, before in traced.before.items():
-            changes = change_of(before)
+            changes = change_of(before, worker.growth)
             _check_names(before, changes, message.names)
             if changes:
                 grown[name] = [(path, of_change(one, ship)) for path, one in changes]

@@ -87,13 +87,15 @@ def _set_array(target: Any, elements: Any) -> None:
     target[...] = elements
 
 
-def _set_items(target: list[Any], slots: dict[int, Any], tail: list[Any]) -> None:
+def _set_items(target: list[Any], slots: dict[int, Any], tail: list[Any], _: Any = None) -> None:
     for index, item in slots.items():
         target[index] = item
     target.extend(tail)
 
 
-def _set_keys(target: Any, changed: list[Any], gone: list[Any], order: list[Any]) -> None:
+def _set_keys(
+    target: Any, changed: list[Any], gone: list[Any], order: list[Any], _: Any = None
+) -> None:
     for key, item in changed:  # a counter's `update` would add
         target[key] = item
     for key in gone:
@@ -115,13 +117,20 @@ def _refill(target: Any, items: list[Any]) -> None:
 
 
 def _set_tensor(
-    target: torch.Tensor, elements: list[Any], grads: list[Any], flags: list[bool]
+    target: torch.Tensor,
+    elements: list[Any],
+    grads: list[Any],
+    flags: list[bool],
+    is_moved: bool = False,
 ) -> None:
     for flag in flags:
         target.requires_grad_(flag)
     with torch.no_grad():
         for one in elements:
-            target.copy_(one)
+            if is_moved:
+                target.data = one
+            else:
+                target.copy_(one)
         for grad in grads:
             if grad is None or target.grad is None or target.grad.shape != grad.shape:
                 target.grad = grad

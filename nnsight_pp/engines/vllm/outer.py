@@ -15,13 +15,14 @@ a tensor's version. `homecoming` makes the changes at home.
 
 from __future__ import annotations
 
+import operator
 import pickle
 import random
 import sys
 import zlib
 from collections import deque
 from types import FunctionType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,6 +45,9 @@ from nnsight_pp.engines.vllm.members import (
 from nnsight_pp.errors import NotSupportedError, explain
 from nnsight_pp.wire.block_codec import is_users
 from nnsight_pp.wire.odd_objects import ShownModule
+
+if TYPE_CHECKING:
+    from nnsight_pp.core.growth import Growth
 
 
 def _is_tensor(value: Any) -> bool:
@@ -112,6 +116,13 @@ def home_of(trace: str, before: dict[str, list[Before]]) -> list[tuple[FromHome,
     ]
 
 
+def moved_in(before: dict[str, list[Before]]) -> set[int]:
+    """Return the ids of the tensors that show another memory than before the block."""
+    every = (one for states in before.values() for one in states)
+    contents = ((one.now, one.was) for one in every if isinstance(one.was, _Content))
+    return {id(now) for now, was in contents if was.place and was.place != _place_of(now)}
+
+
 def _is_hidden(one: Before) -> bool:
     return any(type(place) is Hidden for place in one.path)
 
@@ -147,7 +158,8 @@ def _note(
 class _Content(NamedTuple):
     """What a tensor or an array holds, but for which of 4 billion contents it is.
 
-    ``flag`` says whether a tensor of its own wants a gradient, and whether an array may be written.
+    ``flag`` says whether a tensor of its own wants a gradient, and whether an array may be written;
+    ``place`` which memory a tensor shows, and how.
     """
 
     shape: tuple[int, ...]
@@ -156,6 +168,7 @@ class _Content(NamedTuple):
     checksum: int
     grad: Any = None
     flag: bool = False
+    place: Any = None
 
 
 class _Pickled(bytes):
@@ -188,15 +201,21 @@ def _state(value: Any, kind: type) -> Any:
 
 
 def _content_of_tensor(value: torch.Tensor) -> _Content:
-    checksum = 0
+    checksum, place = 0, None
     if value.layout is torch.strided and not value.is_meta:
         # Not a copy, where it lies in this process in one piece.
         whole = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
         checksum = zlib.crc32(whole.view(-1).view(torch.uint8).numpy())
+        place = _place_of(value)
     grad = value.grad if value.is_leaf else None
-    of_grad = None if grad is None else _content_of_tensor(grad)
+    of_grad = None if grad is None else _content_of_tensor(grad)._replace(place=None)
     flag = value.is_leaf and value.requires_grad
-    return _Content(tuple(value.shape), value.dtype, value._version, checksum, of_grad, flag)
+    known = value._version, checksum, of_grad, flag, place
+    return _Content(tuple(value.shape), value.dtype, *known)
+
+
+def _place_of(value: torch.Tensor) -> Any:
+    return value.data_ptr(), value.stride()
 
 
 def _content_of_array(value: Any) -> _Content:
@@ -235,8 +254,14 @@ def _is_descriptor(kind: type) -> bool:
     return any("__get__" in one.__dict__ for one in kind.__mro__)
 
 
-def change_of(states: list[Before]) -> list[tuple[tuple[Any, ...], Any]]:
+def change_of(
+    states: list[Before], growth: Growth | None = None
+) -> list[tuple[tuple[Any, ...], Any]]:
     """Return how the objects behind one name have changed: the path of each, and its change.
+
+    Args:
+        states: The objects as they were.
+        growth: When what is new in lists and dicts was put there; it comes last in their changes.
 
     Raises:
         NotSupportedError: One has changed that cannot be brought home.
@@ -247,6 +272,8 @@ def change_of(states: list[Before]) -> list[tuple[tuple[Any, ...], Any]]:
         if type(one.now) is not one.kind or (change is not None and _is_hidden(one)):
             raise unknown(one.now)
         if change is not None:
+            if growth is not None and change[0] in ("list", "dict"):
+                change = (*change, growth.of(one.now))
             found.append((one.path, change))
     return found
 
@@ -255,8 +282,8 @@ def _change(before: Any, after: Any) -> Any:
     """Return how an object has changed, or None.
 
     A list: ``("list", {index: item}, tail)``, or ``("list=", items)`` when it got shorter. A
-    tensor: ``("tensor", [itself], [its gradient], [whether it wants one])``, a list being empty
-    where that is the same.
+    tensor: ``("tensor", [itself], [its gradient], [whether it wants one], whether it shows another
+    memory than before)``, a list being empty where that is the same.
     """
     if isinstance(before, _Content):
         return _change_of_content(before, after)
@@ -280,7 +307,7 @@ def _change(before: Any, after: Any) -> Any:
     if isinstance(after, set):
         return _change_of_set(before, after)
     if isinstance(after, deque):
-        is_same = len(after) == len(before) and all(map(_is, after, before))
+        is_same = len(after) == len(before) and all(map(operator.is_, after, before))
         return None if is_same else ("items", list(after))
     if isinstance(after, bytearray):
         return ("list=", bytes(after)) if after != before else None
@@ -321,10 +348,6 @@ def _changed(before: dict[Any, Any], after: dict[Any, Any]) -> tuple[dict[Any, A
     return changed, [key for key in before if key not in after]
 
 
-def _is(one: Any, other: Any) -> bool:
-    return one is other
-
-
 def _change_of_content(before: _Content, after: Any) -> Any:
     is_tensor = isinstance(after, torch.Tensor)
     if (before.shape, before.dtype) != (tuple(after.shape), after.dtype):
@@ -338,14 +361,15 @@ def _change_of_content(before: _Content, after: Any) -> Any:
         return ("array", after)
     elements = [] if now._replace(grad=before.grad, flag=before.flag) == before else [after]
     grads = [] if now.grad == before.grad else [after.grad]
-    return ("tensor", elements, grads, [] if now.flag == before.flag else [now.flag])
+    flags = [] if now.flag == before.flag else [now.flag]
+    return ("tensor", elements, grads, flags, now.place != before.place)
 
 
 def _change_of_array(before: Any, after: Any) -> Any:
     """Return how an array of objects has changed."""
     if before.shape != after.shape or before.dtype != after.dtype:
         raise unknown(after)
-    return None if all(map(_is, before.flat, after.flat)) else ("array", after)
+    return None if all(map(operator.is_, before.flat, after.flat)) else ("array", after)
 
 
 def _state_of_drawing(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 pytest.importorskip("vllm")
 
 from nnsight_pp.core.block import Block
-from nnsight_pp.engines.vllm.conflicts import Made, conflict_of
+from nnsight_pp.core.growth import UNKNOWN
+from nnsight_pp.engines.vllm.conflicts import Made, conflict_of, in_one_order
+from nnsight_pp.engines.vllm.homecoming import make_change
 from nnsight_pp.engines.vllm.stored_edits import RequestEdits
 from nnsight_pp.errors import NotSupportedError
 from nnsight_pp.wire.block_codec import BlockMessage
@@ -18,6 +21,12 @@ from nnsight_pp.wire.block_codec import BlockMessage
 
 def block(text: str, **names: Any) -> BlockMessage:
     return BlockMessage("t", Block("user.py", 3, f"    {text}\n", "run"), names)
+
+
+def at(*places: Any, seat: int = 0) -> bytes:
+    """Return dates: of a position in the first step and stage, or of step, stage and position."""
+    dates = [(0, 0, one) if isinstance(one, int) else one for one in places]
+    return array("q", [n for one in dates for n in (*one, 0, seat)]).tobytes()
 
 
 def found(target: Any, changes: list[Any], text: str = "x") -> NotSupportedError | None:
@@ -34,10 +43,10 @@ def found(target: Any, changes: list[Any], text: str = "x") -> NotSupportedError
 @pytest.mark.parametrize(
     ("target", "text", "changes"),
     [
-        ([], "x.append(1)", [("list", {}, [1]), ("list", {}, [2])]),
+        ([], "x.append(1)", [("list", {}, [1], at(0)), ("list", {}, [2], at(0))]),
         (set(), "x.add(1)", [("set", [1], []), ("set", [2], [])]),
-        ({}, "x[1] = 2", [("dict", [(1, 2)], [], []), ("dict", [(2, 2)], [], [])]),
-        ([0, 0], "x[0] = 1", [("list", {0: 1}, []), ("list", {1: 1}, [2])]),
+        ({}, "x[1] = 2", [("dict", [(1, 2)], [], [], at(0)), ("dict", [(2, 2)], [], [], at(0))]),
+        ([0, 0], "x[0] = 1", [("list", {0: 1}, [], b""), ("list", {1: 1}, [2], at(0))]),
         ([], "pass", [("list", {}, [1]), None]),
         (
             [],
@@ -55,8 +64,11 @@ def test_what_adds_up_or_concerns_one_block_only(target: Any, text: str, changes
 @pytest.mark.parametrize(
     ("target", "text", "changes"),
     [
-        ([0], "x[0] = 1", [("list", {0: 1}, []), ("list", {0: 2}, [])]),
-        ({}, "x[1] = 2", [("dict", [(1, 2)], [], []), ("dict", [(1, 3)], [], [])]),
+        ([0], "x[0] = 1", [("list", {0: 1}, [], b""), ("list", {0: 2}, [], b"")]),
+        ({}, "x[1] = 2", [("dict", [(1, 2)], [], [], at(0)), ("dict", [(1, 3)], [], [], at(0))]),
+        # Put where nobody knows when, or at one stage and somewhere in it.
+        ([], "f(x)", [("list", {}, [1], b""), ("list", {}, [2], at(0))]),
+        ([], "x.append(1)", [("list", {}, [1], at(UNKNOWN)), ("list", {}, [2], at(0))]),
         (torch.zeros(1), "x", [("tensor", [1], [], []), ("tensor", [2], [], [])]),
         ([], "len(x)", [("list", {}, [1]), None]),
         ({"a": [1]}, "x['a']", [("dict", [(1, 2)], [], []), None]),
@@ -83,8 +95,31 @@ def test_each_of_several_sequences_has_a_copy_of_its_own():
     change = ("tensor", [1], [], [])
     made = [Made((0, number), message, "x", tensor, change) for number in (0, 1)]
     assert "each of several sequences" in str(conflict_of(made, [((0, 0), message)]))
-    added = [Made((0, number), message, "rows", rows, ("list", {}, [1])) for number in (0, 1)]
+    change = ("list", {}, [1], at(3))
+    added = [Made((0, number), message, "rows", rows, change) for number in (0, 1)]
     assert conflict_of(added, [((0, 0), message)]) is None
+
+
+def dated(target: Any, *changes: Any) -> Any:
+    """Return ``target`` with ``changes`` of a block each in it."""
+    message = block("x", x=target)
+    made = [Made(number, message, "x", target, change) for number, change in enumerate(changes)]
+    assert conflict_of(made, [(number, message) for number in range(len(changes))]) is None
+    for one, change in in_one_order(made):
+        make_change(one, change)
+    return target
+
+
+def test_what_several_blocks_put_stands_in_the_order_of_one_process():
+    first = ("list", {0: "z"}, ["a3", "a9", "a3'"], at(3, 9, (1, 0, 3)))
+    second = ("list", {}, ["b", "b3", "b5"], at((-1, -1, -1), 3, 5, seat=1))
+    assert dated(["x"], first, second) == ["z", "b", "a3", "b3", "b5", "a9", "a3'"]
+    # What was there is no new key, and what nobody else was beside needs no place.
+    first = ("dict", [("x", 1), ("a", 1), ("c", 1)], [], [], at(8, (1, 0, UNKNOWN)))
+    second = ("dict", [("b", 2)], [], [], at(5, seat=1))
+    assert list(dated({"x": 0}, first, second).items()) == [("x", 1), ("b", 2), ("a", 1), ("c", 1)]
+    alone = ("list", {}, ["a", "b"], at(7, UNKNOWN))
+    assert dated([], alone, ("list", {}, ["c"], at((0, 1, 2), seat=1))) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,15 @@ from typing import Any
 
 import cloudpickle
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
 from nnsight_pp.core.block import Block
 from nnsight_pp.core.location import Location
+from nnsight_pp.core.rows import WholeCut
+from nnsight_pp.engines.vllm.conflicts import Made, conflict_of, in_one_order
+from nnsight_pp.engines.vllm.homecoming import located, make_change
 from nnsight_pp.engines.vllm.ledger import Ledger
 from nnsight_pp.engines.vllm.traced_request import TracedRequest
 from nnsight_pp.interleave import thread_state
@@ -24,7 +28,7 @@ from nnsight_pp.parallel.memory_link import MemoryFabric, MemoryLink
 from nnsight_pp.parallel.owners import StageMap
 from nnsight_pp.wire.block_codec import BlockMessage, encode_block, encode_blocks
 
-FAR = Location("far", "output")
+FAR, NEAR = Location("far", "output"), Location("near", "output")
 
 
 class Far:
@@ -37,14 +41,35 @@ class Far:
         return worker.turns.read(worker, FAR)
 
 
+class Near:
+    """A module of stage 0, as a block there sees it."""
+
+    @property
+    def input(self) -> Any:
+        return self._read("input")
+
+    @property
+    def output(self) -> Any:
+        return self._read("output")
+
+    def _read(self, kind: str) -> Any:
+        worker = current_worker("near")
+        assert worker.turns is not None
+        return worker.turns.read(worker, NEAR._replace(kind=kind))
+
+
 def a_rank(fabric: MemoryFabric) -> tuple[Interleaver, Ledger]:
     switch: Any = thread_state.load()
-    owners = StageMap([["near"], ["far"]], [["near"], ["far"]], ["near", "far"])
+    order = [[NEAR._replace(kind="input"), NEAR], [FAR]]
+    owners = StageMap([["near"], ["far"]], [["near"], ["far"]], ["near", "far"], order=order)
     link = MemoryLink(fabric, 0, bound_s=1.0)
     turns = Interleaver(StepClock(), switch, owners=owners, link=link, make_lazy=LazyRemoteTensor)
     residents: Any = SimpleNamespace(take_given=list, bound=lambda *_: {})
     past_edits: Any = SimpleNamespace()
-    return turns, Ledger(turns, switch, lambda _: Far(), 0, link, residents, past_edits)
+    object_of = {"near": Near, "far": Far}
+    return turns, Ledger(
+        turns, switch, lambda name: object_of[name](), 0, link, residents, past_edits
+    )
 
 
 def asks_alive() -> list[Any]:
@@ -56,7 +81,7 @@ def test_what_a_block_has_saved_goes_with_its_request():
     turns, ledger = a_rank(fabric)
     source = "    got = {}.save()\n    got[0] = far.output\n"
     message = BlockMessage("trace", Block("user.py", 1, source, "run"), {"far": Far()})
-    data = encode_block(message, lambda value: ("far", "") if type(value) is Far else None)
+    data = encode_block(message, lambda obj: "far" if type(obj) is Far else None)
     before = len(asks_alive())
     gc.disable()
     try:
@@ -133,3 +158,49 @@ def test_a_parcel_that_cannot_be_read_fails_all_of_its_requests():
     assert [one.failure.is_echo for one in found if one.failure is not None] == [False, True]
     for traced in parcel:
         ledger.forget(traced)
+
+
+def test_what_several_requests_put_into_one_list_comes_home_in_the_order_of_the_model():
+    fabric = MemoryFabric(2, lambda value, _: value, lambda value: value)
+    turns, ledger = a_rank(fabric)
+    rows, firsts = ["old"], {"old": 0}
+    texts = [
+        "rows.append('0'); near.output; rows.extend(['0 out', '0 too']); firsts[0] = 1;"
+        " far.output; rows.append('0 far')",
+        "near.input; rows.append('1 in'); firsts[1] = 1; near.output; rows.append('1 out');"
+        " far.output; rows.append('1 far')",
+    ]
+    names = {"rows": rows, "firsts": firsts, "near": Near(), "far": Far()}
+    messages = [
+        BlockMessage(
+            f"t{seat}", Block("user.py", 1, f"    {text}\n", "run"), dict(names), seat=seat
+        )
+        for seat, text in enumerate(texts)
+    ]
+    for request, message in zip("ab", messages, strict=True):
+        data = encode_block(message, lambda obj: {Near: "near", Far: "far"}.get(type(obj)))
+        traced = ledger.add(request, message.trace, 1, data)
+        assert traced.worker is not None
+        traced.worker.cut = WholeCut()
+    for request in "ab":
+        turns.open_step(request, 0)
+    turns.serve(NEAR._replace(kind="input"), torch.zeros(1))
+    turns.serve(NEAR, torch.zeros(1))
+    made = []
+    for request, message in zip("ab", messages, strict=True):
+        traced = ledger.get(request)
+        assert traced is not None
+        report = ledger.close(traced, None)
+        assert report.failure is None
+        made += [
+            Made(request, message, name, *one)
+            for name, changes in report.grown.items()
+            for one in located(names[name], changes)
+        ]
+        ledger.forget(traced)
+    fabric.close()
+    assert conflict_of(made, list(zip("ab", messages, strict=True))) is None
+    for target, change in in_one_order(made):
+        make_change(target, change)
+    assert rows == ["old", "0", "1 in", "0 out", "0 too", "1 out", "0 far", "1 far"]
+    assert list(firsts) == ["old", 1, 0]

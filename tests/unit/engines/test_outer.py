@@ -21,7 +21,7 @@ from nnsight_pp.core.block import Block, Scope
 from nnsight_pp.core.report import Report
 from nnsight_pp.engines.vllm.homebound import of_change
 from nnsight_pp.engines.vllm.homecoming import located, make_change, own_of
-from nnsight_pp.engines.vllm.outer import change_of, home_of, states_of
+from nnsight_pp.engines.vllm.outer import change_of, home_of, moved_in, states_of
 from nnsight_pp.errors import NotSupportedError
 from nnsight_pp.wire.block_codec import BlockMessage, decode_block, encode_block
 from nnsight_pp.wire.homeward import Homeward
@@ -40,7 +40,7 @@ def brought_home(names: dict[str, Any], block: str, saved: str = "") -> dict[str
     states = states_of(theirs, set())
     scope = Scope(theirs)
     exec(block, scope)
-    homeward = Homeward(home_of("t", states))
+    homeward = Homeward(home_of("t", states), moved_in(states))
     kept = {name: homeward(scope[name]) for name in saved.split()}
     grown = {
         name: [(path, of_change(one, homeward)) for path, one in change_of(before)]
@@ -564,6 +564,20 @@ def test_a_tensor_is_edited_past_its_version(how: str):
     tensor = torch.zeros(3)
     brought_home({"one": tensor, "torch": torch, "np": np}, RAW[how])
     assert tensor.tolist() == [0.0, 5.0, 0.0]
+
+
+@pytest.mark.parametrize("put", ["one.data = other", "one.set_(other)"])
+def test_a_tensor_that_was_given_other_memory_shows_it_at_home(put: str):
+    one, two = torch.zeros(3), torch.zeros(6)
+    head, names = one[:1], {"one": one, "two": two, "torch": torch}
+    block = f"tail = one[1:]; other = torch.ones(3); {put}; one[0] = 2; tail[0] = 4"
+    found = brought_home(names, block, "tail other one")
+    found["other"][1] = 5
+    assert found["one"] is one
+    assert (one.tolist(), head.tolist(), found["tail"].tolist()) == ([2, 5, 1], [0], [4, 0])
+    brought_home(names, f"other = two[::2]; {put}")
+    two[2] = 7
+    assert one.tolist() == [0, 7, 0]
 
 
 def test_a_column_and_a_small_float_are_edited_past_their_version():
