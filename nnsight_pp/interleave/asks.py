@@ -219,7 +219,6 @@ class Asks:
 
         A refused ask changes nothing: it has no number, and the open visit stays open.
         """
-        worker.date_growth()
         if location == RESULT:
             self._leave(worker)
             self.order.end(worker)

@@ -320,7 +320,6 @@ class Interleaver:
 
     def ended(self, worker: Worker) -> None:
         """Take note of the end of ``worker``."""
-        worker.date_growth()
         worker.leave_greenlet()
         if worker.error is None and worker.closed_early is not None:
             worker.error = self.asks.order.late_edit(worker)

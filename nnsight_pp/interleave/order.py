@@ -91,6 +91,8 @@ class Order:
     @staticmethod
     def end(worker: Worker) -> None:
         """Note that ``worker`` asks for the result, behind which there is nothing."""
+        if worker.note_growth is not None:
+            worker.note_growth(worker.mark)
         worker.mark = Mark(worker.mark.step, BEHIND_ALL, 0)
 
     def _check_forward(
@@ -102,6 +104,8 @@ class Order:
         the block may catch it. Else whether it is refused at once depends on how the model is cut.
         """
         mark = worker.mark
+        if worker.note_growth is not None:
+            worker.note_growth(mark)
         if self._owners is not None and place.kind != "skip":  # the usual case: further on
             at, known_at = self._owners.position_of(place), mark.position
             is_known = at is not None and known_at is not None

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from nnsight_pp.core.ask import Ask
-    from nnsight_pp.core.growth import Growth
     from nnsight_pp.core.location import Location, Visit
     from nnsight_pp.core.protocols import Cut
     from nnsight_pp.core.report import PullRecord
@@ -104,9 +103,9 @@ class Worker:
     # Known to csrc/near.hpp by their names.
     __slots__ = (
         "_context", "_echoes", "_run", "apart_by", "ask", "asked", "closed_early", "cut", "error",
-        "error_at", "failed_at", "filename", "greenlet", "growth", "growth_seat", "habits",
-        "has_ended", "held_up", "is_calling", "is_dropped", "is_relaxed", "loop_depth", "mark",
-        "memo", "near", "pulls", "randomness", "reached", "reaches_raw", "request", "rows_of",
+        "error_at", "failed_at", "filename", "greenlet", "habits", "has_ended", "held_up",
+        "is_calling", "is_dropped", "is_relaxed", "loop_depth", "mark", "memo", "near",
+        "note_growth", "pulls", "randomness", "reached", "reaches_raw", "request", "rows_of",
         "saves", "seat", "slot", "step", "timeline", "trail", "turns", "unshared", "visit",
         "warnings", "writes_raw",
     )  # fmt: skip
@@ -127,8 +126,7 @@ class Worker:
         self.seat = 0
         self.rows_of = request  # a stored edit has a name of its own, and another's rows
         self.timeline: Timeline | None = None  # where blocks share names on an engine
-        self.growth: Growth | None = None  # where blocks on other copies may add to the same
-        self.growth_seat = 0
+        self.note_growth: Callable[[Mark], None] | None = None  # `core.growth`, before others run
         self.filename = filename
         self.slot = slot
         self._run: Callable[[], None] | None = run
@@ -149,8 +147,7 @@ class Worker:
         # A call that this worker waited for until its rank's forward was over, until it catches up.
         self.held_up: Visit | None = None
         self.apart_by: RankDivergenceError | None = None  # see `agreement`
-        # Whether it runs a module, where it must not park.
-        self.is_calling = False
+        self.is_calling = False  # whether it runs a module, where it must not park
         # What was brought from other stages, by owner, location and line.
         self.pulls: dict[tuple[int, Location, int], PullRecord] = {}
         self.habits: Habits | None = None  # since it brought a value of an earlier stage
@@ -190,6 +187,8 @@ class Worker:
             pass  # the loop outran the run; `interleaver.finish` has noted the warning
         except BaseException as error:
             self.error = error
+        if self.note_growth is not None:
+            self.note_growth(self.mark)
         if self.unshared is None:
             self.failed_at = 2 * self.asked + isinstance(self.error, BlockError)
         elif self.error is not self.unshared:
@@ -262,16 +261,12 @@ class Worker:
 
     def hand_over(self) -> Any:
         """Give the turn back to the driver; return what the worker is resumed with."""
-        self.date_growth()  # whoever is given the turn may put something into the same objects
+        if self.note_growth is not None:
+            self.note_growth(self.mark)
         parent = self.greenlet.parent
         if parent is None:
             raise InternalError(f"{self!r} parks with nobody to give the turn to")
         return parent.switch()
-
-    def date_growth(self) -> None:
-        """Date what the block has put into what is around it since its last ask."""
-        if self.growth is not None:
-            self.growth.note(self.mark, self.growth_seat)
 
     def next_number(self, location: Location, visit: int) -> int:
         """Return the number of the ask that is made now."""

@@ -71,7 +71,7 @@ def sent_home(traced: TracedRequest, own: dict[str, Any], ship: Homeward) -> Sen
             if name in own and own[name] in worker.saves:
                 saved[name] = ship(own[name])
         for name, before in traced.before.items():
-            changes = change_of(before, worker.growth)
+            changes = change_of(before, None if message.seat is None else traced.growth)
             _check_names(before, changes, message.names)
             if changes:
                 grown[name] = [(path, of_change(one, ship)) for path, one in changes]

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from nnsight_pp.core.block import Scope
-from nnsight_pp.core.growth import Growth
 from nnsight_pp.core.report import Report
 from nnsight_pp.core.rows import WholeCut
 from nnsight_pp.core.saved import SavedSet
 from nnsight_pp.engines.vllm.company import BesideBlock, Company, cut_prompt
 from nnsight_pp.engines.vllm.homebound import homeward_of, sent_home
-from nnsight_pp.engines.vllm.members import Field, Seen
 from nnsight_pp.engines.vllm.outer import states_of
 from nnsight_pp.engines.vllm.residents import Residents, edited
 from nnsight_pp.engines.vllm.traced_request import TracedRequest, name_module, worker_of
@@ -27,12 +25,11 @@ from nnsight_pp.wire.block_codec import BlockMessage, decode_block, decode_block
 from nnsight_pp.wire.report_codec import failure_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from nnsight_pp.core.protocols import Link, Switch
     from nnsight_pp.engines.vllm import compat
     from nnsight_pp.engines.vllm.company import Member
-    from nnsight_pp.engines.vllm.outer import Before
     from nnsight_pp.engines.vllm.past_edits import PastEdits
     from nnsight_pp.interleave.interleaver import Interleaver
     from nnsight_pp.interleave.worker import Worker
@@ -126,7 +123,7 @@ class Ledger:
             # vLLM calls this in inference mode, whose tensors do not count their edits.
             with torch.inference_mode(False):
                 message = decode_block(data, self._object_of)
-            self._begin(traced, message, set(), Growth())
+            self._begin(traced, message, set())
         except Exception as error:
             traced.error = error
         return traced
@@ -137,43 +134,32 @@ class Ledger:
         They share the objects around them; each change is told by the first that has the object.
         """
         known: set[int] = set()
-        growth = Growth()
         try:
             # vLLM calls this in inference mode, whose tensors do not count their edits.
             with torch.inference_mode(False):
                 messages = decode_blocks(data, self._object_of)
             for traced, message in zip(parcel, messages, strict=True):
-                traced.parcel = parcel
-                self._begin(traced, message, known, growth)
+                traced.parcel, traced.growth = parcel, parcel[0].growth
+                self._begin(traced, message, known)
         except Exception as error:
             for traced in parcel:
                 traced.error, traced.is_echo = error, traced is not parcel[0]
         self._prepared.update({one.request: one for one in parcel})
 
-    def _begin(
-        self, traced: TracedRequest, message: BlockMessage, known: set[int], growth: Growth
-    ) -> None:
+    def _begin(self, traced: TracedRequest, message: BlockMessage, known: set[int]) -> None:
         """Make the worker of a block that shares no names with others."""
         name_module(message.names)
         traced.before = states_of(message.names, known)
-        self._worker(traced, message, Scope(message.names), SavedSet(), growth)
+        self._worker(traced, message, Scope(message.names), SavedSet())
 
     def _worker(
-        self,
-        traced: TracedRequest,
-        message: BlockMessage,
-        scope: Scope,
-        saves: SavedSet,
-        growth: Growth,
+        self, traced: TracedRequest, message: BlockMessage, scope: Scope, saves: SavedSet
     ) -> Worker:
         """Make the worker that runs the block of ``message`` for ``traced``."""
         scope["__builtins__"] = BUILTINS
         traced.given = self._residents.take_given()
-        traced.worker = worker = worker_of(traced, message, scope, saves, self._switch)
-        if message.seat is not None:
-            growth.watch(one for states in traced.before.values() for one in _growing(states))
-            worker.growth, worker.growth_seat = growth, message.seat
-        return worker
+        traced.worker = worker_of(traced, message, scope, saves, self._switch)
+        return traced.worker
 
     def add_member(
         self, request: str, trace: str, prompt_len: int, data: bytes, member: Member
@@ -194,7 +180,6 @@ class Ledger:
         company.is_started = True
         members = company.in_order()
         known: set[int] = set()
-        growth = Growth()
         try:
             # vLLM calls this in inference mode, whose tensors do not count their edits.
             with torch.inference_mode(False):
@@ -207,7 +192,8 @@ class Ledger:
                 name_module(message.names)
                 scope = Scope(names, message.names)
                 traced.before = states_of(message.names, known)
-                worker = self._worker(traced, message, scope, company.saves, growth)
+                traced.growth = members[0].growth
+                worker = self._worker(traced, message, scope, company.saves)
                 company.blocks.append(BesideBlock(message.block, scope, message.frame, worker))
         except Exception as error:
             self.fail(members[0], error)
@@ -348,14 +334,3 @@ def _report_of(
         kept={} if failure else residents.bound(message, traced.request, own, sent.saved),
         homeward=ship,
     )
-
-
-def _growing(states: list[Before]) -> Iterator[Any]:
-    """Yield the lists and dicts of ``states``, into which several blocks may put something.
-
-    Not those in containers: who puts something there has looked it up, and was run together with
-    the others.
-    """
-    for one in states:
-        if issubclass(one.kind, (list, dict)) and all(type(x) in (Field, Seen) for x in one.path):
-            yield one.now

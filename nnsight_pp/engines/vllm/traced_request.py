@@ -5,18 +5,23 @@ from __future__ import annotations
 import sys
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nnsight_pp.core.growth import Growth
 from nnsight_pp.core.raw_writes import WORDS
 from nnsight_pp.core.rows import TokenCut
 from nnsight_pp.core.surroundings import Surroundings, within
 from nnsight_pp.engines.vllm import compat
 from nnsight_pp.engines.vllm.imports import modules_in
+from nnsight_pp.engines.vllm.members import Field, Seen
 from nnsight_pp.interleave.draws import ANYTHING, draws_and_mentions
 from nnsight_pp.interleave.randomness import Randomness
 from nnsight_pp.interleave.worker import Worker
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from nnsight_pp.core.block import Scope
     from nnsight_pp.core.protocols import Switch
     from nnsight_pp.core.rows import Rows
@@ -40,6 +45,7 @@ class TracedRequest:
         worker: The worker, or None likewise.
         scope: The names that the block has bound.
         before: By name, the shipped objects as they were before the block.
+        growth: When what is new in those was put there; one for all that share them.
         error: What went wrong outside of the block.
         is_echo: Whether it only repeats what went wrong in a request beside it.
         parcel: The requests whose blocks came with its own, it among them; empty where it came
@@ -60,6 +66,7 @@ class TracedRequest:
     worker: Worker | None = None
     scope: Scope | None = None
     before: dict[str, list[Before]] = field(default_factory=dict)
+    growth: Growth = field(default_factory=Growth)
     error: BaseException | None = None
     is_echo: bool = False
     parcel: list[TracedRequest] = field(default_factory=list)
@@ -128,9 +135,23 @@ def worker_of(
         ),
     )
     worker.writes_raw = writes_raw
+    if message.seat is not None:
+        traced.growth.watch(one for states in traced.before.values() for one in _growing(states))
+        worker.note_growth = partial(traced.growth.note, seat=message.seat)
     worker.seat = traced.seat
     worker.rows_of = traced.rows_of
     return worker
+
+
+def _growing(states: list[Before]) -> Iterator[Any]:
+    """Yield the lists and dicts of ``states``, into which several blocks may put something.
+
+    Not those in containers: who puts something there has looked it up, and was run together with
+    the others.
+    """
+    for one in states:
+        if issubclass(one.kind, (list, dict)) and all(type(x) in (Field, Seen) for x in one.path):
+            yield one.now
 
 
 def name_module(names: dict[str, Any]) -> None:
