@@ -134,6 +134,9 @@ class _MismatchError(Exception):
         self.path = path
 
 
+_PLAIN = frozenset({int, str, float, bool, type(None), tuple})
+
+
 @final
 class _Merging:
     """The names of several stages on their way to become those of one.
@@ -271,7 +274,8 @@ def _only_tensor(column: tuple[Any, ...]) -> Any:
 def _is_one_key(column: tuple[Any, ...]) -> bool:
     """Whether it is plain, as keys of dicts mostly are, and every stage has the same there."""
     first = column[0]
-    if type(first) is not tuple and type(first) is not str and type(first) is not int:
+    kinds = set(map(type, first)) if type(first) is tuple else {type(first)}
+    if not kinds <= _PLAIN:  # a pair of a key and a tensor, mostly: asking `marshal` costs more
         return False
     return all(_are_plainly_equal(first, other) for other in column[1:] or column)
 
