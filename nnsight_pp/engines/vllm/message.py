@@ -37,7 +37,7 @@ def message_of(
         NotSupportedError: It stands inside autocast, or a mode of torch.
     """
     block = invocation.block
-    check_modes(block)
+    seed, surroundings = of_this_moment(block)
     around = invocation.names.beyond_siblings() if beside else invocation.names
     names = around.look_up(block.needs())
     return BlockMessage(
@@ -45,13 +45,23 @@ def message_of(
         block,
         names,
         saved=tuple(name for name, value in names.items() if value in invocation.saves),
-        # Drawn here, so that the user's `torch.manual_seed` decides what the block draws.
-        seed=int(torch.randint(1 << 62, (), device="cpu").item()),
+        seed=seed,
         frame=invocation.frame,
         around=_around(invocation, beside),
         session=session,
-        surroundings=Surroundings.now(),
+        surroundings=surroundings,
     )
+
+
+def of_this_moment(block: Block) -> tuple[int, Surroundings]:
+    """Return the seed and the settings with which ``block`` runs.
+
+    Raises:
+        NotSupportedError: It stands inside autocast, or a mode of torch.
+    """
+    check_modes(block)
+    # Drawn here, so that the user's `torch.manual_seed` decides what the block draws.
+    return int(torch.randint(1 << 62, (), device="cpu").item()), Surroundings.now()
 
 
 def _around(invocation: Invocation, beside: Sequence[Invocation]) -> dict[str, int]:

@@ -13,12 +13,9 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
-import torch
-
-from nnsight_pp.core.surroundings import Surroundings, check_modes
 from nnsight_pp.core.tree import leaves
 from nnsight_pp.engines.vllm import compat
-from nnsight_pp.engines.vllm.message import encoded
+from nnsight_pp.engines.vllm.message import encoded, of_this_moment
 from nnsight_pp.engines.vllm.touched import Touched, leads_to
 from nnsight_pp.envoys.cache_view import CacheView
 from nnsight_pp.errors import ConfigurationError, NotSupportedError, Where, explain
@@ -128,8 +125,7 @@ class RequestEdits:
         """Return ``edits`` for the request that the client calls ``trace``."""
         messages = []
         for number, edit in enumerate(edits):
-            check_modes(edit.block)
-            seed = int(torch.randint(1 << 62, (), device="cpu").item())
+            seed, surroundings = of_this_moment(edit.block)
             names = edit.names.look_up(edit.block.needs())
             name = f"{trace} edit {number}"
             messages.append(
@@ -138,7 +134,7 @@ class RequestEdits:
                     edit.block,
                     names,
                     seed=seed,
-                    surroundings=Surroundings.now(),
+                    surroundings=surroundings,
                 )
             )
         return cls(messages)
