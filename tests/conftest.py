@@ -26,7 +26,9 @@ PER_MODULE = ("engine", "harness", "gpu")
 NEEDS_VLLM = ("engine", "examples")
 
 # Started by Python or torch on first use and kept for the life of the process.
-LASTING_PROCESSES = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+LASTING_PROCESSES = ("multiprocessing.resource_tracker",)
+# So is this one; what it has forked for this process counts as this process's.
+FORK_SERVER = "multiprocessing.forkserver"
 GRACE_S = 3.0
 
 
@@ -145,10 +147,10 @@ def _threads() -> set[str]:
     }
 
 
-def _processes() -> set[str]:
-    """Name the live children of this process, by reading /proc."""
+def _processes(of: str | int = "self") -> set[str]:
+    """Name the live children of a process and of its fork server, by reading /proc."""
     found: set[str] = set()
-    for task in Path("/proc/self/task").iterdir():
+    for task in Path(f"/proc/{of}/task").iterdir():
         try:
             pids = (task / "children").read_text().split()
         except OSError:  # the thread ended in between
@@ -159,8 +161,10 @@ def _processes() -> set[str]:
             except OSError:
                 continue
             command = b" ".join(words).decode(errors="replace").strip()
+            if FORK_SERVER in command:
+                found |= _processes(int(pid))
             # An empty command line is a child that has ended and was not waited for.
-            if command and not any(name in command for name in LASTING_PROCESSES):
+            elif command and not any(name in command for name in LASTING_PROCESSES):
                 found.add(f"process {pid} ({command[:80]})")
     return found
 

@@ -11,9 +11,20 @@ import pytest
 from engine.backends import Engine, Local
 from engine.neighbours import Neighbours
 from engine.table import BLOCKS
+from engine.warm_start import MODULES, warm_start
 
 if TYPE_CHECKING:
     from engine.kept_engine import KeptEngine
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started_warm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Engines of some modules are forked from a process that has imported vLLM."""
+    if f"engine/{request.path.name}" in MODULES:
+        with warm_start():
+            yield
+    else:
+        yield
 
 
 @pytest.fixture(scope="session")
