@@ -6,9 +6,9 @@ import gc
 
 import vllm.v1.engine.core
 import vllm.v1.executor.multiproc_executor
-from engine.warm_start import RankContext
 
 import nnsight_pp.engines.vllm.rank  # noqa: F401
+from engine.warm_start import RankContext
 
 vllm.v1.executor.multiproc_executor.get_mp_context = RankContext  # type: ignore[assignment]
 # Collections in a forked process would copy what it shares with this one.

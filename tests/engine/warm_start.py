@@ -42,6 +42,7 @@ MODULES = (
     "engine/test_tensor_and_stages.py",
     "engine/test_tensor_experts.py",
     "engine/test_tensor_parallel.py",
+    "engine/test_three_stages.py",
     "engine/test_weights.py",
 )
 
