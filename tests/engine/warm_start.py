@@ -25,6 +25,7 @@ from unittest import mock
 
 import torch
 import vllm.v1.engine.utils
+import vllm.v1.executor.multiproc_executor
 
 from nnsight_pp.engines.vllm import machine
 
@@ -33,22 +34,27 @@ MODULES = (
     "engine/test_adapters.py",
     "engine/test_architectures.py",
     "engine/test_compiled.py",
+    "engine/test_isolation.py",
     "engine/test_latent_attention.py",
     "engine/test_layer_rules.py",
     "engine/test_long_prompts.py",
     "engine/test_scheduling.py",
+    "engine/test_sessions.py",
     "engine/test_standard_views.py",
+    "engine/test_surface.py",
     "engine/test_tensor_adapters.py",
     "engine/test_tensor_and_stages.py",
     "engine/test_tensor_experts.py",
-    "engine/test_tensor_parallel.py",
     "engine/test_three_stages.py",
     "engine/test_weights.py",
 )
 
 
 class EngineProcess(contexts.ForkServerProcess):
-    """A process with the environment and the outputs of whoever asks for it, not the server's."""
+    """A process of an engine, or a rank of one in the tests' process.
+
+    It has the environment and the outputs of whoever asks for it, not the server's.
+    """
 
     def __getstate__(self) -> dict[str, Any]:
         outputs = {fd: reduction.DupFd(fd) for fd in (1, 2)}
@@ -59,6 +65,7 @@ class EngineProcess(contexts.ForkServerProcess):
             os.dup2(given.detach(), fd)
         os.environ.clear()
         os.environ.update(self._environment)
+        _bind_threads()
         threading.Thread(target=_end_with_asker, daemon=True).start()
         super().run()
 
@@ -71,8 +78,16 @@ def _end_with_asker() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _bind_threads() -> None:
+    """Do what OpenMP does with these variables when it is loaded; that was in the server."""
+    if threads := os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(int(threads))
+    if places := os.environ.get("OMP_PLACES"):
+        os.sched_setaffinity(0, {int(core) for core in re.findall(r"\d+", places)})
+
+
 class EngineContext(contexts.ForkServerContext):
-    """What vLLM takes `Process` and queues from, for the process of an engine."""
+    """What vLLM takes `Process` and queues from in the tests' process."""
 
     Process = EngineProcess
 
@@ -81,16 +96,12 @@ class RankProcess(contexts.ForkProcess):
     """A rank, forked from the process of its engine."""
 
     def run(self) -> None:
-        # What OpenMP does with these variables when it is loaded; that was in the server.
-        if threads := os.environ.get("OMP_NUM_THREADS"):
-            torch.set_num_threads(int(threads))
-        if places := os.environ.get("OMP_PLACES"):
-            os.sched_setaffinity(0, {int(core) for core in re.findall(r"\d+", places)})
+        _bind_threads()
         super().run()
 
 
 class RankContext(contexts.ForkContext):
-    """The same, for ranks."""
+    """The same, in the process of an engine."""
 
     Process = RankProcess
 
@@ -103,6 +114,7 @@ def warm_start() -> Iterator[None]:
     # The server starts with the first engine and reads its environment.
     with (
         mock.patch.object(vllm.v1.engine.utils, "get_mp_context", EngineContext),
+        mock.patch.object(vllm.v1.executor.multiproc_executor, "get_mp_context", EngineContext),
         # It would have each process end itself that its asker has not spawned.
         mock.patch.object(machine, "hidden_main", contextlib.nullcontext),
         mock.patch.dict(os.environ, {"PYTHONPATH": paths}),
