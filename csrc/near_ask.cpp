@@ -65,12 +65,13 @@ PyObject* read_value(PyObject* worker, PyObject* location) {
   const Near near(state.get());
   const long passed = near.passed(location);
   const bool is_relaxed = workers.is_true(worker, kIsRelaxed);
-  Kept target(is_relaxed ? PyLong_FromLong(passed) : Py_NewRef(workers.at(worker, kStep)));
+  Kept target = Kept::borrowed(workers.at(worker, kStep));
   const long visit = target ? PyLong_AsLong(target.get()) : -1;
   Kept number(PyLong_FromLong(PyLong_AsLong(workers.at(worker, kAsked)) + 1));
   if (PyErr_Occurred()) return nullptr;
   PyObject* greenlet = workers.at(worker, kGreenlet);
-  if (passed > visit || workers.is_true(worker, kIsCalling) || !is_current(greenlet) ||
+  // A relaxed ask for another number may mean a visit of a later forward: Python looks.
+  if (passed > visit || (is_relaxed && passed != visit) || workers.is_true(worker, kIsCalling) || !is_current(greenlet) ||
       workers.at(worker, kClosedEarly) != nullptr || workers.at(worker, kTimeline) != nullptr) {
     return Py_NewRef(Py_NotImplemented);
   }

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from nnsight_pp.core.location import Location
+from nnsight_pp.core.location import ROOT, Location
 
 if TYPE_CHECKING:
     from nnsight_pp.interleave.worker import Worker
 
 NEVER = -1
+_WHOLE_MODEL = Location(ROOT, "input")
 
 
 @final
@@ -56,6 +57,17 @@ class VisitClock:
         """Whether ``visit`` of ``location`` is over."""
         return self._count(location) > visit
 
+    def begun(self) -> int:
+        """Return how many forwards of the whole model have begun."""
+        return self.counts.get(_WHOLE_MODEL, 0)
+
+    def is_sought(self, worker: Worker, visit: int) -> bool:
+        """Whether ``visit``, asked for in a loop, may be one of a forward behind this one.
+
+        It is not the number of the loop's step, and the loop's steps are forwards of the model.
+        """
+        return worker.is_relaxed and visit != worker.step and self.begun() > 1
+
     def opened(self, request: str) -> int | None:
         """Return None: there is no step gate."""
         return None
@@ -86,6 +98,14 @@ class StepClock:
 
     def passed(self, location: Location) -> None:
         """Nothing to count: a step is over when it is closed."""
+
+    def begun(self) -> int:
+        """Return 0: forwards are of requests."""
+        return 0
+
+    def is_sought(self, worker: Worker, visit: int) -> bool:
+        """Return False: an ask belongs to a step."""
+        return False
 
     def open(self, request: str, step: int) -> None:
         """Open ``step`` for ``request``."""

@@ -290,7 +290,7 @@ class Interleaver:
             self.observers.drop(one.request)  # another rank may have none: it joins no value
 
     def _unwind(self, worker: Worker, error: Exception | None = None) -> None:
-        unwind(worker, self._throw, self.where, error)
+        unwind(worker, self._throw, self.where, self.clock, error)
         if not worker.has_ended:  # it caught all that it was thrown: leave it where it is
             _unpark(self, worker)
             worker.abandon()

@@ -17,6 +17,7 @@ from nnsight_pp.interleave.worker import LoopCut
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from nnsight_pp.interleave.clock import Clock
     from nnsight_pp.interleave.worker import Worker
 
 # A block that catches what it is thrown may park again, at most this often.
@@ -86,6 +87,7 @@ def unwind(
     worker: Worker,
     throw: Callable[[Worker, BaseException], None],
     ran: str,
+    clock: Clock,
     why: Exception | None = None,
 ) -> None:
     """End ``worker``, however often its block catches what it is thrown: ``why``, if it is told."""
@@ -103,7 +105,12 @@ def unwind(
             throw(worker, never_filled(worker, ask.barrier, ran))
         elif isinstance(ask, (Read, Write, Turn)):
             visit = Visit(ask.location, ask.visit)
-            if worker.loop_depth and ask.visit > 0:
+            if clock.is_sought(
+                worker, ask.visit
+            ):  # the loop's step was there, and this in it was not
+                worker.is_relaxed = False
+                throw(worker, out_of_order(worker, Visit(ask.location, worker.step), ran))
+            elif worker.loop_depth and ask.visit > 0:
                 throw(worker, loop_warning(worker, str(visit)))
             else:
                 throw(worker, out_of_order(worker, visit, ran))

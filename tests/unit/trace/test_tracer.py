@@ -468,6 +468,51 @@ def test_loop_takes_the_steps_of_its_selection(model, selection, chosen):
     assert after == len(chosen)
 
 
+@pytest.mark.parametrize("steps", [slice(1, 2), slice(1, 3), slice(2, 3)], ids=str)
+@pytest.mark.parametrize("is_written", [False, True], ids=["read", "written"])
+def test_what_a_step_has_passed_is_not_taken_from_the_next(model, steps, is_written):
+    caught = [].append
+    with pytest.raises(
+        OutOfOrderError, match=rf"layers.0.output#{steps.start} .*ran past"
+    ) as error:
+        with model.trace(X, fn="forwards") as tracer:
+            for _ in tracer.iter[steps]:
+                late = model.layers[1].output
+                if is_written:
+                    model.layers[0].output = late
+                else:
+                    caught(model.layers[0].output)
+    assert error.traceback[-1].path.name == "test_tracer.py"
+
+
+def test_a_loop_goes_on_to_nothing_else_once_its_step_has_passed_a_value(model):
+    with model.trace(X, fn="forwards") as tracer:
+        found = [].save()
+        for step in tracer.iter[:3]:
+            late = model.layers[1].output
+            for place in (model.layers[0], model.head):
+                try:
+                    found.append((step, place.output))
+                except OutOfOrderError:
+                    found.append((step, None))
+            found.append((step, late))
+    assert [step for step, _ in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [value is None for _, value in found[3:]] == [True, True, False] * 2
+
+
+def test_a_module_that_a_forward_calls_twice_means_its_next_visit(model):
+    net = model._module
+    net.layers[2] = net.layers[0]  # called first and last, before `NNsight` looks
+    twice = NNsight(net)
+    with twice.trace(X, fn="forwards") as tracer:
+        found = [].save()
+        for step in tracer.iter[1:2]:
+            middle = twice.layers[1].output
+            found.append((middle, twice.layers[0].output))
+    middle, last = found[0]
+    assert torch.equal(last, net.layers[0](middle))
+
+
 @pytest.mark.parametrize("form", ["all", "open slice", "bare"])
 def test_open_loop_ends_with_the_run_and_warns(model, form):
     with pytest.warns(UserWarning, match="never reached") as caught:
