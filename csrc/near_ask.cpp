@@ -71,8 +71,9 @@ PyObject* read_value(PyObject* worker, PyObject* location) {
   if (PyErr_Occurred()) return nullptr;
   PyObject* greenlet = workers.at(worker, kGreenlet);
   // A relaxed ask for another number may mean a visit of a later forward: Python looks.
-  if (passed > visit || (is_relaxed && passed != visit) || workers.is_true(worker, kIsCalling) || !is_current(greenlet) ||
-      workers.at(worker, kClosedEarly) != nullptr || workers.at(worker, kTimeline) != nullptr) {
+  if (passed > visit || (is_relaxed && passed != visit) || workers.is_true(worker, kIsCalling) ||
+      !is_current(greenlet) || workers.at(worker, kClosedEarly) != nullptr ||
+      workers.at(worker, kTimeline) != nullptr) {
     return Py_NewRef(Py_NotImplemented);
   }
   Kept parent(reinterpret_cast<PyObject*>(

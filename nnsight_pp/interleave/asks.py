@@ -111,7 +111,7 @@ class Asks:
         owner, visit = self._ask(worker, location, seen)
         number = worker.next_number(location, visit)
         if owner is None or owner == self.stage:
-            value = self._meet(worker, Read(number, location, visit, seen))
+            value = nearby.meet(self, worker, Read(number, location, visit, seen))
         else:
             assert self._make_lazy is not None
             if worker.timeline is not None:
@@ -133,11 +133,7 @@ class Asks:
             is_here = owner is None or owner == self.stage
             if is_here:
                 value = self._here(worker, value)
-                if self.clock.is_sought(worker, visit):
-                    self._meet(worker, Read(number, location, visit, seen))
-                    value = self._assign(worker, location, value)
-                else:
-                    self.park(worker, Write(number, location, visit, value, seen))
+                nearby.meet(self, worker, Write(number, location, visit, value, seen))
             elif owner is not None and worker.timeline is not None:
                 self._wait_for_turn(worker, Read(number, location, visit, seen), owner)
         worker.memo = Memo(location, worker.step, value, is_here)
@@ -280,19 +276,6 @@ class Asks:
         if isinstance(ask, (Read, Write)):
             self.parked.add(ask.place, worker)
         return worker.hand_over()
-
-    def _meet(self, worker: Worker, ask: Read) -> Any:
-        """Park at ``ask``; refuse what a loop's step has passed, or what its forward lacks.
-
-        The next visit is then one of a later forward, and no value of this step.
-        """
-        begun = self.clock.begun()
-        is_sought = self.clock.is_sought(worker, ask.visit)
-        value = self.park(worker, ask)
-        if is_sought and self.clock.begun() != begun:
-            worker.is_relaxed = False  # what a block that catches this asks for is of this step too
-            raise self.too_late(worker, ask.location, worker.step)
-        return value
 
     def _settled(self, worker: Worker) -> Any:
         """Return the value of the open visit with the edits of its views in it."""

@@ -511,6 +511,13 @@ def test_a_module_that_a_forward_calls_twice_means_its_next_visit(model):
             found.append((middle, twice.layers[0].output))
     middle, last = found[0]
     assert torch.equal(last, net.layers[0](middle))
+    with twice.trace(X, fn="forwards") as tracer:
+        for _ in tracer.iter[1:2]:
+            middle = twice.layers[1].output
+            twice.layers[0].output = middle * 0
+            result = tracer.result.save()
+    assert torch.equal(result[1], net.head(torch.zeros_like(X)))
+    assert not torch.equal(result[2], result[1])
 
 
 @pytest.mark.parametrize("form", ["all", "open slice", "bare"])
