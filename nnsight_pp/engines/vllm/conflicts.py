@@ -9,6 +9,7 @@ too, it did not see it. Mostly the text tells before the run, and such blocks ar
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nnsight_pp.core.growth import UNKNOWN, dates_in
@@ -84,13 +85,13 @@ def _add_up(found: list[Made]) -> bool:
     if kind != "list" and any(any(rest[:2]) for _, *rest in parts):
         return False
     keys = [key for changed, *_ in parts for key in _keys_of(changed)]
-    return len(set(keys)) == len(keys) and (kind not in _ORDERED or _put_by(found) is not None)
+    return len(set(keys)) == len(keys) and (kind not in _ORDERED or _dated(found) is not None)
 
 
-def _put_by(found: list[Made]) -> list[Any] | None:
-    """Return what these blocks have put anew into one list or dict, as one process would have it.
+def _dated(found: list[Made]) -> list[tuple[Date | tuple[int, int], Any]] | None:
+    """Return what these blocks have put anew into one list or dict, each with what orders it.
 
-    None where that order is not known.
+    None where the order that one process would have it in is not known.
     """
     dated: list[tuple[Date, Any, Any]] = []
     for one in found:
@@ -105,8 +106,14 @@ def _put_by(found: list[Made]) -> list[Any] | None:
     for place in unknown:
         if len({parcel for date, _, parcel in dated if date[:2] == place}) > 1:
             return None
-    dated.sort(key=lambda one: one[0][:2] if one[0][:2] in unknown else one[0])
-    return [item for _, item, _ in dated]
+    return [(date[:2] if date[:2] in unknown else date, item) for date, item, _ in dated]
+
+
+def _put_by(found: list[Made]) -> list[Any]:
+    """Return what these blocks, whose changes add up, have put anew into one list or dict."""
+    dated = _dated(found)
+    assert dated is not None
+    return [item for _, item in sorted(dated, key=itemgetter(0))]
 
 
 def in_one_order(made: Sequence[Made]) -> list[tuple[Any, Any]]:
@@ -129,7 +136,7 @@ def in_one_order(made: Sequence[Made]) -> list[tuple[Any, Any]]:
             changes.append((target, ("list", slots, _put_by(found))))
         else:
             old = [pair for one in found for pair in one.change[1] if pair[0] in target]
-            changes.append((target, ("dict", [*old, *(_put_by(found) or ())], [], [])))
+            changes.append((target, ("dict", [*old, *_put_by(found)], [], [])))
     return changes
 
 

@@ -7,6 +7,7 @@ import pickle
 from typing import TYPE_CHECKING, Any, final
 
 from nnsight_pp.engines.vllm import compat
+from nnsight_pp.engines.vllm.traced_request import TracedRequest
 
 if TYPE_CHECKING:
     from nnsight_pp.engines.vllm.ledger import Ledger
@@ -33,13 +34,12 @@ class EarlyBlocks:
         if self._place.stage == 0:
             return
         try:
-            begin = []
             for new in compat.new_requests(output):
                 payload = compat.carried(new)
                 if payload is not None and self._ledger.get(new.req_id) is None:
                     trace, data, member, _ = pickle.loads(payload)
                     if data and member is None:  # none: it comes with stored edits
-                        begin.append((new.req_id, trace, new.prompt_len, data))
-            self._ledger.prepare(begin)
+                        begun = TracedRequest(new.req_id, trace, new.prompt_len)
+                        self._ledger.prepare(begun, data)
         except Exception:  # it is done when the step begins, and fails there
             log.debug("blocks could not be decoded early", exc_info=True)

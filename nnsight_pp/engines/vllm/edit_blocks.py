@@ -47,9 +47,7 @@ class EditBlocks:
             for beside, data in parcels:
                 own = TracedRequest(item.request, beside[-1], length)
                 self._ledger.prepare_parcel([made.get(one, own) for one in beside], data)
-            self._blocks[item.request] = [
-                self._ledger.add(one.request, one.trace, length, b"") for one in made.values()
-            ]
+            self._blocks[item.request] = [self._ledger.add(one, b"") for one in made.values()]
         return self._blocks.get(item.request, [])
 
     def forget_ended(self) -> None:

@@ -78,47 +78,30 @@ class Ledger:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(
-        self,
-        request: str,
-        trace: str,
-        prompt_len: int,
-        data: bytes,
-        place: tuple[int, str] = (0, ""),
-    ) -> TracedRequest:
+    def add(self, given: TracedRequest, data: bytes) -> TracedRequest:
         """Start the worker of a block. A failure is the request's own.
 
         Args:
-            request: Its name, alike on every rank.
-            trace: The client's name for it.
-            prompt_len: Tokens of its prompt.
+            given: Its request, without a worker so far.
             data: The block.
-            place: Its seat, and the request whose rows it sees.
+
+        Returns:
+            ``given``, or the one of the same name that `prepare` or `prepare_parcel` has got.
         """
-        traced = self._prepared.pop(request, None)
-        if traced is None:
-            traced = self._made(request, trace, prompt_len, data, place)
-        self._requests[request] = traced
+        traced = self._prepared.pop(given.request, None) or self._made(given, data)
+        self._requests[traced.request] = traced
         if traced.error is not None:
             self.fail(traced, traced.error)
         elif traced.worker is not None:
             self._turns.add(traced.worker)
         return traced
 
-    def prepare(self, requests: list[tuple[str, str, int, bytes]]) -> None:
-        """Do what `add` does before blocks run, with its first arguments; nobody is told yet."""
-        self._prepared.update({one[0]: self._made(*one) for one in requests})
+    def prepare(self, given: TracedRequest, data: bytes) -> None:
+        """Do what `add` does before blocks run; nobody is told yet."""
+        self._prepared[given.request] = self._made(given, data)
 
-    def _made(
-        self,
-        request: str,
-        trace: str,
-        prompt_len: int,
-        data: bytes,
-        place: tuple[int, str] = (0, ""),
-    ) -> TracedRequest:
+    def _made(self, traced: TracedRequest, data: bytes) -> TracedRequest:
         """Decode a block and make its worker, or note the error."""
-        traced = TracedRequest(request, trace, prompt_len, seat=place[0], rows_of=place[1])
         try:
             # vLLM calls this in inference mode, whose tensors do not count their edits.
             with torch.inference_mode(False):

@@ -10,8 +10,10 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import OrderedDict, deque
+from dataclasses import dataclass
+from functools import cached_property
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,7 +37,8 @@ _MOCKS = frozenset(("unittest.mock", name) for name in ("patch", "_patch_object"
 _NOT_THERE = object()
 
 
-class Code(NamedTuple):
+@dataclass(frozen=True)
+class Code:
     """Code that a block reaches.
 
     Attributes:
@@ -70,8 +73,7 @@ class Code(NamedTuple):
                 continue
             if is_librarys:
                 return ".".join(change.path).removesuffix("...").rstrip("."), change.line
-        for path in self.told.uses:
-            found, _ = self._owner(path)
+        for path, (found, _) in self._used.items():
             if type(found) is FunctionType and (found.__module__, found.__name__) in _MOCKS:
                 return ".".join(path), None
         return None
@@ -81,8 +83,7 @@ class Code(NamedTuple):
 
         That is the name and the user's own function. What only a library's code uses is not seen.
         """
-        for path in self.told.uses:
-            found, is_librarys = self._owner(path)
+        for path, (found, is_librarys) in self._used.items():
             if is_librarys and type(found) is FunctionType and _is_users_function(found):
                 return ".".join(path), found
         for kind in _PATCHED:
@@ -91,6 +92,11 @@ class Code(NamedTuple):
                 if type(held[name]) is FunctionType and _is_users_function(held[name]):
                     return f"{kind.__name__}.{name}", held[name]
         return None
+
+    @cached_property
+    def _used(self) -> dict[tuple[str, ...], tuple[Any, bool]]:
+        """What is found by each path that it uses, as `_owner` tells."""
+        return {path: self._owner(path) for path in self.told.uses}
 
     def _is_method_of_an_own_object(self, path: tuple[str, ...]) -> bool:
         """Whether ``path`` calls a method that the user has written, of an object around it."""

@@ -23,6 +23,7 @@ from nnsight_pp.engines.vllm.early_blocks import EarlyBlocks
 from nnsight_pp.engines.vllm.early_reports import EarlyReports
 from nnsight_pp.engines.vllm.edit_blocks import EditBlocks
 from nnsight_pp.engines.vllm.schedule import StepPlan
+from nnsight_pp.engines.vllm.traced_request import TracedRequest
 from nnsight_pp.wire.parcel import Parcel
 from nnsight_pp.wire.report_codec import as_witness, encode_reports
 
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from nnsight_pp.core.report import Report
     from nnsight_pp.engines.vllm.ledger import Ledger
     from nnsight_pp.engines.vllm.points import Points
-    from nnsight_pp.engines.vllm.traced_request import TracedRequest
     from nnsight_pp.interleave.interleaver import Interleaver
     from nnsight_pp.parallel.gloo_link import GlooLink
     from nnsight_pp.parallel.place import Place
@@ -334,7 +334,8 @@ def _take_in(ledger: Ledger, item: compat.Scheduled) -> TracedRequest | None:
         return None  # it has stored edits only
     if member is not None:
         return ledger.add_member(item.request, trace, item.new.prompt_len, data, member)
-    traced = ledger.add(item.request, trace, item.new.prompt_len, data)
+    given = TracedRequest(item.request, trace, item.new.prompt_len)
+    traced = ledger.add(given, data)
     traced.last_step = last_step
     return traced
 

@@ -85,7 +85,7 @@ def test_what_a_block_has_saved_goes_with_its_request():
     before = len(asks_alive())
     gc.disable()
     try:
-        traced = ledger.add("request", "trace", 1, data)
+        traced = ledger.add(TracedRequest("request", "trace", 1), data)
         turns.open_step("request", 0)
         assert traced.worker is not None
         assert traced.worker.has_ended
@@ -118,7 +118,8 @@ def test_a_global_name_that_a_function_binds_and_the_block_looks_up(text: str, i
     message = BlockMessage("t", Block("user.py", 1, f"    got = {text}\n", "run"), names)
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     try:
-        traced = ledger.add("request", "t", 1, encode_block(message, lambda value: None))
+        data = encode_block(message, lambda value: None)
+        traced = ledger.add(TracedRequest("request", "t", 1), data)
         turns.open_step("request", 0)
         report = ledger.close(traced, None)
     finally:
@@ -138,9 +139,9 @@ def test_blocks_of_one_parcel_share_their_objects_and_each_change_is_told_once()
     ]
     parcel = [TracedRequest(name, name, 1) for name in texts]
     ledger.prepare_parcel(parcel, encode_blocks(messages, lambda _: None))
-    for name in texts:
-        ledger.add(name, name, 1, b"")
-        turns.open_step(name, 0)
+    for one in parcel:
+        ledger.add(one, b"")
+        turns.open_step(one.request, 0)
     for traced in parcel:
         ledger.end(traced, None)
     edit, own = (ledger.close(traced, None) for traced in parcel)
@@ -154,7 +155,7 @@ def test_a_parcel_that_cannot_be_read_fails_all_of_its_requests():
     _, ledger = a_rank(MemoryFabric(2, lambda value, _: value, lambda value: value))
     parcel = [TracedRequest(name, name, 1) for name in ("edit", "own")]
     ledger.prepare_parcel(parcel, b"no pickle")
-    found = [ledger.close(ledger.add(one.request, one.trace, 1, b""), None) for one in parcel]
+    found = [ledger.close(ledger.add(one, b""), None) for one in parcel]
     assert [one.failure.is_echo for one in found if one.failure is not None] == [False, True]
     for traced in parcel:
         ledger.forget(traced)
@@ -179,7 +180,7 @@ def test_what_several_requests_put_into_one_list_comes_home_in_the_order_of_the_
     ]
     for request, message in zip("ab", messages, strict=True):
         data = encode_block(message, lambda obj: {Near: "near", Far: "far"}.get(type(obj)))
-        traced = ledger.add(request, message.trace, 1, data)
+        traced = ledger.add(TracedRequest(request, message.trace, 1), data)
         assert traced.worker is not None
         traced.worker.cut = WholeCut()
     for request in "ab":
