@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, final
 
-from nnsight_pp.core.location import ROOT, Location
+from nnsight_pp.core.location import RESULT, ROOT, Location, Visit
 
 if TYPE_CHECKING:
     from nnsight_pp.interleave.worker import Worker
@@ -61,12 +61,15 @@ class VisitClock:
         """Return how many forwards of the whole model have begun."""
         return self.counts.get(_WHOLE_MODEL, 0)
 
-    def is_sought(self, worker: Worker, visit: int) -> bool:
-        """Whether ``visit``, asked for in a loop, may be one of a forward behind this one.
+    def is_sought(self, worker: Worker, asked: Visit) -> bool:
+        """Whether ``asked``, in a loop, may be one of a forward behind this one.
 
         It is not the number of the loop's step, and the loop's steps are forwards of the model.
         """
-        return worker.is_relaxed and visit != worker.step and self.begun() > 1
+        is_of_forward = asked.location != RESULT
+        return (
+            worker.is_relaxed and is_of_forward and asked.number != worker.step and self.begun() > 1
+        )
 
     def opened(self, request: str) -> int | None:
         """Return None: there is no step gate."""
@@ -103,7 +106,7 @@ class StepClock:
         """Return 0: forwards are of requests."""
         return 0
 
-    def is_sought(self, worker: Worker, visit: int) -> bool:
+    def is_sought(self, worker: Worker, asked: Visit) -> bool:
         """Return False: an ask belongs to a step."""
         return False
 

@@ -16,6 +16,7 @@ import torch
 from greenlet import getcurrent
 
 from nnsight_pp.core.ask import Read, Write
+from nnsight_pp.core.location import Location, Visit
 from nnsight_pp.core.rows import BatchCut, Replacement, WholeCut
 from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.extension import load_extension
@@ -27,7 +28,6 @@ from nnsight_pp.interleave.worker import Memo, Worker
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nnsight_pp.core.location import Location
     from nnsight_pp.interleave.asks import Asks
     from nnsight_pp.interleave.interleaver import Interleaver
     from nnsight_pp.interleave.parked import Parked
@@ -59,7 +59,7 @@ def meet(asks: Asks, worker: Worker, ask: Read | Write) -> Any:
     The next visit is then one of a later forward, and no value of this step.
     """
     clock = asks.clock
-    if not clock.is_sought(worker, ask.visit):
+    if not clock.is_sought(worker, Visit(ask.location, ask.visit)):
         return asks.park(worker, ask)
     begun = clock.begun()
     value = asks.park(worker, Read(ask.number, ask.location, ask.visit, ask.seen))

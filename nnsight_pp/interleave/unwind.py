@@ -105,7 +105,7 @@ def unwind(
             throw(worker, never_filled(worker, ask.barrier, ran))
         elif isinstance(ask, (Read, Write, Turn)):
             visit = Visit(ask.location, ask.visit)
-            if clock.is_sought(worker, ask.visit):  # the loop's step was there, this in it not
+            if clock.is_sought(worker, visit):  # the loop's step was there, this in it not
                 worker.is_relaxed = False
                 throw(worker, out_of_order(worker, Visit(ask.location, worker.step), ran))
             elif worker.loop_depth and ask.visit > 0:
