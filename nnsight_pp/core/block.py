@@ -12,13 +12,14 @@ import ast
 import io
 import linecache
 from dataclasses import dataclass, fields
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, lru_cache, partial
+from typing import TYPE_CHECKING, Any, cast
 
 from nnsight_pp.core.meaning import (
     Facts,
     all_codes,
     as_in_function,
+    ask_identity,
     facts_of,
     may_differ,
     refuse_leaving,
@@ -68,6 +69,10 @@ class Block:
                 as `return`; the error stands at the user's line.
         """
         return self.known.code
+
+    def code_for_stand_ins(self) -> CodeType:
+        """Return `code` where names may hold objects that stand for others: see `ask_identity`."""
+        return _code_for_stand_ins(self)
 
     def reads(self) -> frozenset[str]:
         """Return the names that the block, or anything nested in it, looks up around itself."""
@@ -144,6 +149,7 @@ class Compiled:
         binds_more: Whether it may bind names that they do not show.
         lines: Its line numbers.
         writes_raw: Whether its text may edit a tensor in a way that torch does not count.
+        is_as_in_function: Whether `as_in_function` has changed it.
     """
 
     code: CodeType
@@ -151,20 +157,38 @@ class Compiled:
     binds_more: bool
     lines: range
     writes_raw: bool
+    is_as_in_function: bool
+
+
+def _code_of(block: Block, source: str | ast.Module) -> CodeType:
+    code = compile(source, block.filename, "exec", flags=block.flags, dont_inherit=True)
+    return code.replace(co_name=block.name, co_qualname=block.name)
+
+
+@lru_cache(maxsize=512)
+def _code_for_stand_ins(block: Block) -> CodeType:
+    known = block.known
+    module = ast.parse(_text_of(block), block.filename)
+    if not ask_identity(module):
+        return known.code
+    if known.is_as_in_function:
+        module.body = cast("ast.If", module.body[0]).body
+        module = as_in_function(module, partial(_code_of, block), block.receiver)
+    return _code_of(block, module)
 
 
 @lru_cache(maxsize=512)
 def _compiled(block: Block) -> Compiled:
-    def compiled(source: str | ast.Module) -> CodeType:
-        return compile(source, block.filename, "exec", flags=block.flags, dont_inherit=True)
-
+    compiled = partial(_code_of, block)
     text = _text_of(block)
     try:
         code = compiled(text)
     except SyntaxError:
         code = None  # said below, in words of ours where we have any
     facts = None if code is None or may_differ(code) else facts_of(code)
+    is_as_in_function = False
     if code is None or facts is None or facts.has_annotations:
+        is_as_in_function = True
         holder = ast.parse(text, block.filename).body[0]
         assert isinstance(holder, ast.If)
         module = ast.Module(body=holder.body, type_ignores=[])
@@ -173,10 +197,16 @@ def _compiled(block: Block) -> Compiled:
         facts = facts_of(code)
     # `from x import *` is compiled to an intrinsic call by some versions.
     binds_more = bool(facts.reads & _BIND_MORE) or "import *" in block.source
-    code = code.replace(co_name=block.name, co_qualname=block.name)
     lines = range(block.first_line, block.first_line + block.source.count("\n"))
     writes_raw = any(not WORDS.isdisjoint(one.co_names) for one in all_codes(code))
-    return Compiled(code, facts, binds_more=binds_more, lines=lines, writes_raw=writes_raw)
+    return Compiled(
+        code,
+        facts,
+        binds_more=binds_more,
+        lines=lines,
+        writes_raw=writes_raw,
+        is_as_in_function=is_as_in_function,
+    )
 
 
 @lru_cache(maxsize=512)

@@ -182,6 +182,35 @@ class _InFunction(ast.NodeTransformer):
         return node
 
 
+# Under which name of the builtins `a is b` finds what answers it; no name of a user's.
+IS = "is"
+
+
+def ask_identity(tree: ast.AST) -> bool:
+    """Turn each `a is b` and `a is not b` in ``tree`` into a call of `IS`; tell if there were any.
+
+    The operator asks no object, and one that stands for another would say what it is itself.
+    """
+    return _Identity().is_used(tree)
+
+
+class _Identity(ast.NodeTransformer):
+    _num = 0
+
+    def is_used(self, tree: ast.AST) -> bool:
+        ast.fix_missing_locations(self.visit(tree))
+        return bool(self._num)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        self.generic_visit(node)
+        if len(node.ops) > 1 or not isinstance(node.ops[0], ast.Is | ast.IsNot):
+            return node
+        self._num += 1
+        asked = ast.Call(ast.Name(IS, ast.Load()), [node.left, *node.comparators], [])
+        is_not = isinstance(node.ops[0], ast.IsNot)
+        return ast.copy_location(ast.UnaryOp(ast.Not(), asked) if is_not else asked, node)
+
+
 def all_codes(code: CodeType) -> Iterator[CodeType]:
     """Yield ``code`` and every code object nested in it."""
     yield code

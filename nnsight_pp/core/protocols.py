@@ -28,6 +28,10 @@ class RemoteValue:
         """Return the value itself, pulling it when it is not here yet."""
         raise NotImplementedError
 
+    def _is(self, other: Any) -> bool:  # any object of the block
+        """Whether the value itself is ``other``, another object than this, or what that has."""
+        return False
+
     def _is_of_this_rank(self) -> bool:
         """Whether this rank is the one that has the value, and ships it."""
         return False

@@ -6,18 +6,23 @@ then reads memory that is none, and crashes. The instruction that runs in the ca
 the two apart.
 
 `type(lazy)` asks nobody, so blocks and what they bring along get a `type` of ours.
+
+``match`` looks for a sequence at a flag of the class alone. A lazy value's class has it, and the
+length that a pattern asks for next is one that it does not take where the value is no sequence.
 """
 
 from __future__ import annotations
 
 import builtins
 import dis
+from abc import ABC
 from functools import lru_cache
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle.cloudpickle
 
+from nnsight_pp.core.meaning import IS
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.errors import NotSupportedError, explain
 
@@ -27,6 +32,9 @@ if TYPE_CHECKING:
 # What Python code calls to ask: the builtin, and what the metaclass of `abc` does for it.
 _NAMES = frozenset({"isinstance", "_abc_instancecheck"})
 _ATTRIBUTES = frozenset({"__instancecheck__"})
+# What ``match`` looks at: Py_TPFLAGS_SEQUENCE.
+_SEQUENCE = 1 << 5
+_GET_LEN = dis.opmap["GET_LEN"]
 
 
 def is_asked_by_python(frame: FrameType) -> bool:
@@ -75,6 +83,33 @@ def _is_asked_at(code: CodeType, offset: int) -> bool:
     return False
 
 
+class MatchedAsSequence(ABC):  # noqa: B024  a flag has no method
+    """What is registered here is a sequence for ``match``, and for nobody else.
+
+    Source: CPython 3.11 Modules/_abc.c:_abc__abc_register_impl hands the flag on.
+    """
+
+    __abc_tpflags__ = _SEQUENCE
+
+
+def is_sequence(value: Any) -> bool:
+    """Whether ``case [...]`` takes ``value``, whatever its length."""
+    return bool(type(value).__flags__ & _SEQUENCE)
+
+
+def length_that_does_not_match(frame: FrameType) -> int | None:
+    """Return a length for which the pattern at which ``frame`` stands fails; None at no pattern."""
+    code, offset = frame.f_code, frame.f_lasti
+    return _unmatched_at(code, offset) if code.co_code[offset] == _GET_LEN else None
+
+
+@lru_cache(maxsize=4096)
+def _unmatched_at(code: CodeType, offset: int) -> int:
+    # It compares with how many there must be at least, or exactly.
+    wanted = next(one.argval for one in dis.get_instructions(code) if one.offset > offset)
+    return wanted - 1 if wanted else 1
+
+
 class _KindOfType(type):
     """The class of `Type`: what is asked of it is asked of Python's own `type`."""
 
@@ -99,8 +134,17 @@ class Type(type, metaclass=_KindOfType):
         return GenericAlias(type, item)
 
 
+def is_same(one: Any, other: Any) -> bool:
+    """Answer `one is other` as the owner of a value that one of them stands for would."""
+    if one is other:
+        return True
+    if issubclass(type(one), RemoteValue):
+        return one._is(other)
+    return issubclass(type(other), RemoteValue) and other._is(one)
+
+
 # What a block's names are looked up in at last.
-BUILTINS = {**vars(builtins), "type": Type}
+BUILTINS = {**vars(builtins), "type": Type, IS: is_same}
 
 
 def give_type_to_functions() -> None:

@@ -30,7 +30,12 @@ import torch
 from nnsight_pp.core.saved import save
 from nnsight_pp.core.tree import leaves, own_copy
 from nnsight_pp.errors import STAND_IN, OutsideTraceError
-from nnsight_pp.parallel.class_check import is_asked_by_python
+from nnsight_pp.parallel.class_check import (
+    MatchedAsSequence,
+    is_asked_by_python,
+    is_sequence,
+    length_that_does_not_match,
+)
 from nnsight_pp.parallel.guarded import is_guarded
 from nnsight_pp.parallel.operators import edited_by, give_operators, is_plain
 from nnsight_pp.parallel.pulled import (
@@ -120,6 +125,17 @@ class LazyRemoteTensor(StandIn):
 
     def _clone(self, **_: Any) -> LazyRemoteTensor:
         return LazyRemoteTensor._of(self._tree.frozen(), self._picks)
+
+    def _is(self, other: Any) -> bool:
+        value = self._force()
+        if not _is_lazy(other):
+            return value is other
+        if other._tree is not self._tree or other._picks != self._picks:
+            return (value is None or isinstance(value, bool)) and value is other._force()
+        if not self._picks:
+            return isinstance(value, tuple)  # `copy.copy` gives others anew
+        holder = self._tree.part(self._picks[:-1], in_torch=False)
+        return not isinstance(holder, torch.Tensor)  # which gives a new view each time
 
     def _real_value(self) -> Any:
         """Return the value itself; edits of it reach this proxy."""
@@ -218,12 +234,21 @@ class LazyRemoteTensor(StandIn):
 
     def __iter__(self) -> Iterator[Any]:
         value = self._force()
-        if isinstance(value, (torch.Tensor, list, tuple)):
+        if isinstance(value, torch.Tensor):
             return iter([self._child(index) for index in range(len(value))])
+        if isinstance(value, (list, tuple)):
+            # Nothing edits None, and functions that a block calls ask `item is None`.
+            return iter(
+                [None if part is None else self._child(at) for at, part in enumerate(value)]
+            )
         return iter(self._real_value())
 
     def __len__(self) -> int:
         value = self._force()
+        if not is_sequence(value):
+            unmatched = length_that_does_not_match(sys._getframe(1))
+            if unmatched is not None:
+                return unmatched
         if type(value) is torch.Tensor and not value.dim():
             error = TypeError("len() of a 0-d tensor")
             error.add_note(STAND_IN)  # `torch.tensor([value, ...])` asks so too
@@ -354,3 +379,4 @@ def _shown(step: Any) -> str:
 
 
 give_operators(LazyRemoteTensor, _call)
+MatchedAsSequence.register(LazyRemoteTensor)

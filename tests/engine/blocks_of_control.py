@@ -122,6 +122,32 @@ def odd_statements(b: Any) -> dict[str, Any]:
 
 
 @block
+def patterns_and_identity(b: Any) -> dict[str, Any]:
+    layers, ops = b.layers, b.ops
+    found: dict[str, Any] = {}
+    with b.trace(PROMPT):
+        found = {}.save()
+        for index in (2, 27):
+            inputs = layers[index].mlp.inputs
+            match inputs:
+                case ([hidden, *rest], _):
+                    hidden[..., :2] = hidden[..., :2] * 3
+                    rows = hidden.reshape(-1, hidden.shape[-1])
+                    seen = ["a sequence", len(rest), rows[:, :4].clone()]
+                case _:
+                    seen = ["something else"]
+            match ops.mlp(layers[index]):
+                case [first, *_]:
+                    seen.append(first)
+                case torch.Tensor() as whole:
+                    seen.append(whole[..., -1, :3])
+            same = [inputs[0] is inputs[0], inputs[0][0] is inputs[0][0], inputs is None]
+            same += [hidden[0] is hidden[0], inputs[0] is not None, hidden is rest]
+            found[index] = [seen, same]
+    return found
+
+
+@block
 def errors_handled_in_the_block(b: Any) -> dict[str, Any]:
     layers, ops, model = b.layers, b.ops, b.model
     with b.trace(PROMPT):

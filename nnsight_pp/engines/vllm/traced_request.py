@@ -107,7 +107,7 @@ def worker_of(
     """Make the worker that runs the block of ``message`` for ``traced``."""
     traced.message, traced.scope = message, scope
     message.block.show_in_tracebacks()
-    code = message.block.code()
+    code, run = message.block.code(), message.block.code_for_stand_ins()
     here = Surroundings.now()
     around = message.surroundings or here
     slot = switch.new_slot(around.grad_enabled)
@@ -120,7 +120,7 @@ def worker_of(
         saves.mark(message.names[name])
     worker = Worker(
         traced.request,
-        within(around.managers(), lambda: exec(code, scope)),
+        within(around.managers(), lambda: exec(run, scope)),
         message.block.filename,
         slot,
         saves=saves,

@@ -1,9 +1,11 @@
+import builtins
 import linecache
 import traceback
 
 import pytest
 
 from nnsight_pp.core.block import Block, Scope, lines_of
+from nnsight_pp.core.meaning import IS
 
 
 def block(source, first_line=10, **options):
@@ -112,3 +114,27 @@ def test_class_in_a_function_of_the_block_sees_the_functions_names():
     )
     made = run(source, {"outer": 7})["a"]
     assert (made.own, made.far) == (6, 7)
+
+
+@pytest.mark.parametrize("annotation", ["", ": object"])
+def test_the_operator_that_asks_no_object_can_be_answered_by_another(annotation):
+    source = (
+        f"    a{annotation} = None\n"
+        "    'no docstring'\n"
+        "    found = [a is None, a is not None, None is b, not (b is None)]\n"
+        "    def inner(): return b is None if a is None else 0\n"
+        "    found.append(inner())\n"
+    )
+    made = block(source)
+    asked = []
+    names = {**vars(builtins), IS: lambda *pair: asked.append(pair) or pair == ("B", None)}
+    scope = {"b": "B", "__builtins__": names}
+    exec(made.code_for_stand_ins(), scope)
+    assert scope["found"] == [False, True, False, False, 0]
+    assert asked == [(None, None), (None, None), (None, "B"), ("B", None), (None, None)]
+    own = {"b": "B"}
+    exec(made.code(), own)
+    assert own["found"] == [True, False, False, True, False]
+    plain = block("    a = 1\n")
+    assert plain.code_for_stand_ins() is plain.code()
+    assert IS not in made.reads()

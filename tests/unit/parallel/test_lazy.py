@@ -17,7 +17,7 @@ from nnsight_pp.core.location import Location
 from nnsight_pp.core.protocols import RemoteValue
 from nnsight_pp.core.saved import SavedSet, active_saves
 from nnsight_pp.errors import NotSupportedError
-from nnsight_pp.parallel.class_check import BUILTINS
+from nnsight_pp.parallel.class_check import BUILTINS, is_same
 from nnsight_pp.parallel.lazy import LazyRemoteTensor, first_input, with_first_input
 from nnsight_pp.parallel.pulled import OwnConstant
 from nnsight_pp.parallel.tensor_of import taking_lazy
@@ -388,7 +388,7 @@ def test_tuples_unpack_and_are_tuples():
     hidden, nothing, count = x
     assert isinstance(x, tuple)
     assert hidden.shape == (4, 3)
-    assert nothing._real_value() is None
+    assert nothing is None
     assert count + 1 == 4
     assert 4 - count == 1
     assert list(range(count)) == [0, 1, 2]
@@ -504,6 +504,79 @@ def test_its_class_is_asked_in_every_way_of_python():
             assert inner.sum().item() == 66.0
         case _:
             pytest.fail("no match")
+
+
+def test_what_is_the_same_object_is_told_as_of_the_value():
+    values = (grid(), None, True, [grid()], {"h": grid()})
+    x, _ = lazy(values)
+    other, _ = lazy(values)
+    for one in (x, values):
+        assert is_same(one[1], None)
+        assert is_same(None, one[1])
+        assert is_same(one[2], True)
+        assert not is_same(one[0], None)
+        assert is_same(one[0], one[0])
+        assert is_same(one[3][0], one[3][0])
+        assert is_same(one[4]["h"], one[4]["h"])
+        assert not is_same(one[0][0], one[0][0])
+        assert not is_same(one[0], one[3])
+        assert not is_same(one[0], one[0].clone())
+        assert is_same(one, one)
+        assert is_same(copy.copy(one), one)
+        assert is_same(one[1], other[1])
+        assert not is_same(one[0], other[0])
+        _, nothing, *_ = one
+        assert nothing is None
+
+
+def matched(x: Any) -> Any:
+    match x:
+        case []:
+            return "empty"
+        case [one]:
+            return "one", one
+        case (torch.Tensor() as here, [first, *rest]):
+            return "nested", here, first, len(rest)
+        case (here, None):
+            return "none", here
+        case [first, second]:
+            return "two", first, second
+        case [first, *_, last]:
+            return "more", first, last
+        case int() | float():
+            return "number", x
+        case torch.Tensor():
+            return "tensor", x
+        case _:
+            return "else"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (), (grid(),), (grid(), (1, 2, 3)), (grid(), None), (grid(), grid()), [grid(), grid() + 1],
+        (1, 2, 3, 4), [grid()], grid(), grid()[:2], grid()[:1], torch.tensor(1.0), 3, 2.5, "ab", {},
+        {"h": grid()}, None, torch.Size((2, 3)), (grid(), "ab"), ((grid(), 1), [grid()]),
+    ],
+)  # fmt: skip
+def test_a_pattern_takes_it_as_it_takes_the_value(value: Any):
+    x, _ = lazy(value)
+    found = matched(x)
+    assert repr(forced(found)) == repr(matched(value))
+    assert isinstance(x, Sequence) == isinstance(value, Sequence)
+
+
+def forced(found: Any) -> Any:
+    parts = found if isinstance(found, tuple) else ()
+    return tuple(one._force() if is_lazy(one) else one for one in parts) or found
+
+
+def test_an_edit_of_what_a_pattern_has_bound_is_one_of_the_value():
+    x, _ = lazy((grid(), grid()))
+    match x:
+        case (first, _):
+            first[0] = 5
+    assert x[0][0].tolist() == [5.0, 5.0, 5.0]
 
 
 def kinds(x: Any) -> Any:
