@@ -18,7 +18,7 @@ from engine.kept_engine import KeptEngine, put_in_order
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
-# `benchmarks` has no installation. Last, so that the installed package stays the one that is tested.
+# For `benchmarks`. Last, so that the installed package stays the one that is tested.
 sys.path.append(str(ROOT))
 # The folders of a tier; the examples run on engines too.
 TIER_OF = {"engine": "engine", "examples": "engine", "harness": "harness", "gpu": "gpu"}
