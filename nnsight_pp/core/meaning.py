@@ -182,14 +182,15 @@ class _InFunction(ast.NodeTransformer):
         return node
 
 
-# Under which name of the builtins `a is b` finds what answers it; no name of a user's.
+# The attribute of `type` that answers `a is b`, where `type` is not Python's own.
 IS = "is"
 
 
 def ask_identity(tree: ast.AST) -> bool:
-    """Turn each `a is b` and `a is not b` in ``tree`` into a call of `IS`; tell if there were any.
+    """Have each `a is b` and `a is not b` in ``tree`` answered by `IS`; tell if there were any.
 
     The operator asks no object, and one that stands for another would say what it is itself.
+    Functions of a block come home with what it saves: there, the operator is what answers.
     """
     return _Identity().is_used(tree)
 
@@ -206,7 +207,11 @@ class _Identity(ast.NodeTransformer):
         if len(node.ops) > 1 or not isinstance(node.ops[0], ast.Is | ast.IsNot):
             return node
         self._num += 1
-        asked = ast.Call(ast.Name(IS, ast.Load()), [node.left, *node.comparators], [])
+        answers = ast.parse(f"getattr(type, {IS!r}, lambda one, other: one is other)", mode="eval")
+        for made in ast.walk(answers):
+            ast.copy_location(made, node)
+        asked = ast.Call(answers.body, [node.left, *node.comparators], [])
+        ast.copy_location(asked, node)
         is_not = isinstance(node.ops[0], ast.IsNot)
         return ast.copy_location(ast.UnaryOp(ast.Not(), asked) if is_not else asked, node)
 

@@ -144,7 +144,8 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 # What a block's names are looked up in at last.
-BUILTINS = {**vars(builtins), "type": Type, IS: is_same}
+BUILTINS = {**vars(builtins), "type": Type}
+setattr(Type, IS, staticmethod(is_same))
 
 
 def give_type_to_functions() -> None:
