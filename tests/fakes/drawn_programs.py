@@ -22,7 +22,7 @@ CHOSEN = os.environ.get("NNSIGHT_PP_FUZZ")
 
 
 def programs_to_run(usual: int) -> settings:
-    """Return how a test runs ``usual`` programs, the same ones each time, or those chosen."""
+    """Return how a test runs ``usual`` programs, nearly the same each time, or those chosen."""
     return settings(
         max_examples=int(CHOSEN or usual),
         deadline=None,
@@ -110,6 +110,9 @@ REFUSALS = {
 }
 # Of all programs. A refusal of what should run would soon show as more.
 MOST_REFUSED = 0.03
+# Of fewer than a hundred, which hypothesis draws near one another: a refused one has neighbours. It
+# draws constants of the loaded modules too, so that they are others in another run.
+MOST_REFUSED_OF_FEW = 0.2
 
 
 def refusal_in(error: str, words: str) -> str | None:
@@ -128,6 +131,5 @@ class Refusals(Counter[str]):
         self.num_run = 0
 
     def assert_few(self) -> None:
-        share = self.total() / max(self.num_run, 1)
-        # Few programs say little about a share.
-        assert share <= MOST_REFUSED or self.total() <= 2, f"{dict(self)} of {self.num_run}"
+        most = MOST_REFUSED if self.num_run >= 100 else MOST_REFUSED_OF_FEW
+        assert self.total() <= most * self.num_run, f"{dict(self)} of {self.num_run}"
