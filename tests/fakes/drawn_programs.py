@@ -22,7 +22,7 @@ CHOSEN = os.environ.get("NNSIGHT_PP_FUZZ")
 
 
 def programs_to_run(usual: int) -> settings:
-    """Return how a test runs ``usual`` programs, nearly the same each time, or those chosen."""
+    """Return how a test runs ``usual`` programs, the same ones each time, or those chosen."""
     return settings(
         max_examples=int(CHOSEN or usual),
         deadline=None,
@@ -34,6 +34,12 @@ def programs_to_run(usual: int) -> settings:
     )
 
 
+# CAUTION: hypothesis draws numbers from 100 up also from the constants of the project's modules that
+# are loaded, and programs would be others where more tests have run before.
+# Source: hypothesis 6.170 internal/constants_ast.py leaves out those below.
+FINE = st.integers(0, 99)
+
+
 class Drawn:
     """Decides as `random.Random` does, each time by a draw that can be made smaller."""
 
@@ -42,7 +48,7 @@ class Drawn:
 
     def random(self) -> float:
         # The smallest draw gives the largest number: nothing happens by chance then.
-        return 1.0 - (1 + self._draw(st.integers(0, 999))) / 1001
+        return 1.0 - (1 + self._draw(FINE)) / 101
 
     def randint(self, low: int, high: int) -> int:
         return self._draw(st.integers(low, high))
@@ -99,7 +105,7 @@ def runs(draw: st.DrawFn) -> Run:
             is_drawing="rand" in body,
         )
         requests.append(request)
-    return Run(requests, draw(st.integers(0, 1000)))
+    return Run(requests, draw(FINE))
 
 
 # What several stages may refuse where one stage runs it, by words of the error. One cause: a
@@ -110,9 +116,6 @@ REFUSALS = {
 }
 # Of all programs. A refusal of what should run would soon show as more.
 MOST_REFUSED = 0.03
-# Of fewer than a hundred, which hypothesis draws near one another: a refused one has neighbours. It
-# draws constants of the loaded modules too, so that they are others in another run.
-MOST_REFUSED_OF_FEW = 0.2
 
 
 def refusal_in(error: str, words: str) -> str | None:
@@ -131,5 +134,6 @@ class Refusals(Counter[str]):
         self.num_run = 0
 
     def assert_few(self) -> None:
-        most = MOST_REFUSED if self.num_run >= 100 else MOST_REFUSED_OF_FEW
-        assert self.total() <= most * self.num_run, f"{dict(self)} of {self.num_run}"
+        share = self.total() / max(self.num_run, 1)
+        # Few programs say little about a share.
+        assert share <= MOST_REFUSED or self.total() <= 2, f"{dict(self)} of {self.num_run}"
