@@ -111,7 +111,7 @@ class Asks:
         owner, visit = self._ask(worker, location, seen)
         number = worker.next_number(location, visit)
         if owner is None or owner == self.stage:
-            value = nearby.meet(self, worker, Read(number, location, visit, seen))
+            value = _met(self, worker, Read(number, location, visit, seen))
         else:
             assert self._make_lazy is not None
             if worker.timeline is not None:
@@ -133,7 +133,7 @@ class Asks:
             is_here = owner is None or owner == self.stage
             if is_here:
                 value = self._here(worker, value)
-                nearby.meet(self, worker, Write(number, location, visit, value, seen))
+                _met(self, worker, Write(number, location, visit, value, seen))
             elif owner is not None and worker.timeline is not None:
                 self._wait_for_turn(worker, Read(number, location, visit, seen), owner)
         worker.memo = Memo(location, worker.step, value, is_here)
@@ -334,3 +334,21 @@ def _run(worker: Worker, arguments: Any, run: Callable[[Any], Any]) -> Any:
         worker.is_calling = False
         if randomness is not None and kept is not None:
             randomness.restore(kept)
+
+
+def _met(asks: Asks, worker: Worker, ask: Read | Write) -> Any:
+    """Park at ``ask``; refuse what a loop's step has passed, or what its forward lacks.
+
+    The next visit is then one of a later forward, and no value of this step.
+    """
+    clock = asks.clock
+    if not clock.is_sought(worker, Visit(ask.location, ask.visit)):
+        return asks.park(worker, ask)
+    begun = clock.begun()
+    value = asks.park(worker, Read(ask.number, ask.location, ask.visit, ask.seen))
+    if clock.begun() != begun:
+        worker.is_relaxed = False  # what a block that catches this asks for is of this step too
+        raise asks.too_late(worker, ask.location, worker.step)
+    if isinstance(ask, Write) and worker.visit is not None:
+        worker.visit.assign(ask.value)
+    return value

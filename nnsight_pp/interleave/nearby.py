@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from greenlet import getcurrent
 
-from nnsight_pp.core.ask import Read, Write
-from nnsight_pp.core.location import Location, Visit
+from nnsight_pp.core.ask import Read
 from nnsight_pp.core.rows import BatchCut, Replacement, WholeCut
 from nnsight_pp.interleave import thread_state
 from nnsight_pp.interleave.extension import load_extension
@@ -28,7 +27,7 @@ from nnsight_pp.interleave.worker import Memo, Worker
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nnsight_pp.interleave.asks import Asks
+    from nnsight_pp.core.location import Location
     from nnsight_pp.interleave.interleaver import Interleaver
     from nnsight_pp.interleave.parked import Parked
 
@@ -51,24 +50,6 @@ def compiled() -> Any:
         torch.Tensor, after_turn,
     )  # fmt: skip
     return extension
-
-
-def meet(asks: Asks, worker: Worker, ask: Read | Write) -> Any:
-    """Park at ``ask``; refuse what a loop's step has passed, or what its forward lacks.
-
-    The next visit is then one of a later forward, and no value of this step.
-    """
-    clock = asks.clock
-    if not clock.is_sought(worker, Visit(ask.location, ask.visit)):
-        return asks.park(worker, ask)
-    begun = clock.begun()
-    value = asks.park(worker, Read(ask.number, ask.location, ask.visit, ask.seen))
-    if clock.begun() != begun:
-        worker.is_relaxed = False  # what a block that catches this asks for is of this step too
-        raise asks.too_late(worker, ask.location, worker.step)
-    if isinstance(ask, Write) and worker.visit is not None:
-        worker.visit.assign(ask.value)
-    return value
 
 
 def state(counts: dict[Location, int] | None, parked: Parked) -> Near | None:
