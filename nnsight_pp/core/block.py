@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import io
 import linecache
+import re
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 # With these a block can bind names that its text does not show.
 _BIND_MORE = frozenset({"eval", "exec", "globals", "locals", "setattr", "vars"})
+# Without it a block asks nothing that `ask_identity` would change; most have none.
+_SAYS_IS = re.compile(r"\bis\b")
 # Put into every scope by Python or by `Scope`, and bound by no block.
 _OF_THE_SCOPE = frozenset({"__builtins__", "__name__"})
 
@@ -168,6 +171,8 @@ def _code_of(block: Block, source: str | ast.Module) -> CodeType:
 @lru_cache(maxsize=512)
 def _code_for_stand_ins(block: Block) -> CodeType:
     known = block.known
+    if not _SAYS_IS.search(block.source):
+        return known.code
     module = ast.parse(_text_of(block), block.filename)
     if not ask_identity(module):
         return known.code

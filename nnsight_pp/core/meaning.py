@@ -192,21 +192,19 @@ def ask_identity(tree: ast.AST) -> bool:
     The operator asks no object, and one that stands for another would say what it is itself.
     Functions of a block come home with what it saves: there, the operator is what answers.
     """
-    return _Identity().is_used(tree)
+    asked = _Identity()
+    asked.visit(tree)
+    return asked.has_any
 
 
 class _Identity(ast.NodeTransformer):
-    _num = 0
-
-    def is_used(self, tree: ast.AST) -> bool:
-        ast.fix_missing_locations(self.visit(tree))
-        return bool(self._num)
+    has_any = False
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         self.generic_visit(node)
         if len(node.ops) > 1 or not isinstance(node.ops[0], ast.Is | ast.IsNot):
             return node
-        self._num += 1
+        self.has_any = True
         answers = ast.parse(f"getattr(type, {IS!r}, lambda one, other: one is other)", mode="eval")
         for made in ast.walk(answers):
             ast.copy_location(made, node)
