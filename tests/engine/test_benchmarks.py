@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bench_equivalence import WORKLOADS, verdicts
+from benchmarks.bench_equivalence import WORKLOADS, markdown, verdicts
 from engine.warm_start import warm_start
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +32,8 @@ def test_every_workload_is_equivalent_or_refused(smollm2_path: Path):
     words: dict[str, dict[str, str]] = {}
     with warm_start():
         cells = verdicts("tiny", ["rank", "local", "stages2"], list(WORKLOADS))
+    assert all(cell["is_good"] for cell in cells)
+    assert f"{len(cells)} of {len(cells)} cells are as they should be" in markdown(cells)
     for cell in cells:
         words.setdefault(cell["backend"], {})[cell["workload"]] = cell["word"]
     assert set(words) == {"rank", "local", "stages2"}
