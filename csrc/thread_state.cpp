@@ -41,6 +41,8 @@
 // Words and Held are in bundle.hpp: plain data, and objects that own something. Mostly nothing
 // differs and nothing is written. Under a torch version that compat.hpp does not list, full
 // snapshots are taken around all this (also on request: `set_full_snapshots`).
+//
+// Over 400 lines, as this table stands beside the switch that has to keep it.
 
 #include "bundle.hpp"
 #include "lane_types.hpp"

@@ -26,7 +26,7 @@ def exception_of(failure: Failure) -> BaseException:
     if failure.pickled is not None:
         try:
             error = cloudpickle.loads(failure.pickled)
-        except Exception:
+        except Exception:  # its class is not here, or does not take its own arguments
             error = None
     if error is None:
         error = BlockError(f"{failure.name}: {failure.text}")
