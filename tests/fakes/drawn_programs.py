@@ -34,7 +34,7 @@ def programs_to_run(usual: int) -> settings:
     )
 
 
-# CAUTION: hypothesis draws numbers from 100 up also from the constants of the project's modules that
+# CAUTION: hypothesis draws numbers from 100 up also from the constants of the modules of ours that
 # are loaded, and programs would be others where more tests have run before.
 # Source: hypothesis 6.170 internal/constants_ast.py leaves out those below.
 FINE = st.integers(0, 99)
