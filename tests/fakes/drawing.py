@@ -7,10 +7,13 @@ back, except while it waits for another stage.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from nnsight_pp.interleave.randomness import Kept, Randomness
 
 _ONE_STAGE = threading.Lock()
@@ -38,6 +41,16 @@ class OneAtATime:
 
     def restore(self, kept: Kept) -> None:
         self._own.restore(kept)
+
+
+@contextlib.contextmanager
+def without_other_turns() -> Iterator[None]:
+    """Draw from the generators of the process while no other stage's worker has them."""
+    if getattr(_turn, "held_by", None) is not None:
+        yield
+    else:
+        with _ONE_STAGE:
+            yield
 
 
 class YieldingLink:

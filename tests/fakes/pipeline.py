@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
-from fakes.drawing import OneAtATime, YieldingLink
+from fakes.drawing import OneAtATime, YieldingLink, without_other_turns
 from nnsight_pp.core.block import Block, Scope
 from nnsight_pp.core.location import LOGITS, RESULT, SAMPLES, Location
 from nnsight_pp.core.protocols import RemoteValue
@@ -94,7 +94,8 @@ class Place:
 
 def called(path: str, value: torch.Tensor) -> torch.Tensor:
     """Return what a call of the layer at ``path`` from a block gives; it draws, as dropout does."""
-    torch.rand(2)
+    with without_other_turns():
+        torch.rand(2)
     if value.shape[-1] != 3:
         raise ValueError(f"the last size is {value.shape[-1]}, not 3")
     return torch.remainder(value * 3 + int(path[-1]) + 1, 97.0)
